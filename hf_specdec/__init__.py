@@ -1,0 +1,46 @@
+"""Speculative decoding for Hugging Face `generate`: `enable(model)`, then `model.generate(..., assistant_strategy=...)`."""
+
+from .config import SpecDecConfig
+from .drafters import (
+    DraftModel,
+    DraftStrategy,
+    Drafter,
+    PromptLookup,
+    Suffix,
+    SuffixMemory,
+    frequent_tokens,
+    register_strategy,
+)
+from .errors import SpecDecError, UnsupportedModelError, UnsupportedOptionError
+from .generate import speculative_generate
+from .mixin import SpeculativeGenerationMixin, enable
+from .state import DecodeView, Plan
+from .stats import RowStats, SpeculationStats, SpeculativeOutput, StepRecord
+from .tree import DraftTree
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DecodeView",
+    "DraftModel",
+    "DraftStrategy",
+    "DraftTree",
+    "Drafter",
+    "Plan",
+    "PromptLookup",
+    "RowStats",
+    "SpecDecConfig",
+    "SpecDecError",
+    "SpeculationStats",
+    "SpeculativeGenerationMixin",
+    "SpeculativeOutput",
+    "StepRecord",
+    "Suffix",
+    "SuffixMemory",
+    "UnsupportedModelError",
+    "UnsupportedOptionError",
+    "enable",
+    "frequent_tokens",
+    "register_strategy",
+    "speculative_generate",
+]

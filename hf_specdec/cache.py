@@ -1,0 +1,189 @@
+"""The slot cache: K/V of each row at addresses that we choose.
+
+Invariant: slot i of row b holds the K/V of token i of that row, for every committed token but the root. A verify pass
+writes node j of row b at slot `length(b) - 1 + j`; what is not accepted stays beyond the committed slots, is masked, and
+gets overwritten. Buffers are preallocated and grow by doubling up to `limit`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .compat import is_passive_layer, sliding_window_of
+
+
+class SlotLayer(CacheLayerMixin):
+    """K/V of one layer, shapes `(B, heads, S, width)`; keys and values may differ in width."""
+
+    is_sliding = False
+
+    def __init__(self, owner: "SlotCache"):
+        super().__init__()
+        self._owner = owner
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: a layer is filled by `SlotCache.load`."""
+
+    def load(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, capacity: int) -> None:
+        """Take over the K/V of a prefill: column c of row b goes to `slots[b, c]`."""
+        rows = torch.arange(keys.shape[0], device=keys.device).unsqueeze(1)
+        slots = slots.to(keys.device)
+
+        def scatter(states: torch.Tensor) -> torch.Tensor:
+            buffer = states.new_zeros(states.shape[0], states.shape[1], capacity, states.shape[3])
+            buffer[rows, :, slots] = states.transpose(1, 2)
+            return buffer
+
+        self.keys, self.values = scatter(keys), scatter(values)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write at the slots of this forward, return all slots that it may see."""
+        assert self.keys is not None and self.values is not None
+        start, width, visible = self._owner.start, key_states.shape[2], self._owner.visible
+        if start is not None:
+            self.keys[:, :, start : start + width] = key_states
+            self.values[:, :, start : start + width] = value_states
+        else:
+            rows, slots = self._owner.index(key_states.device)
+            self.keys[rows, :, slots] = key_states.transpose(1, 2)
+            self.values[rows, :, slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, :visible], self.values[:, :, :visible]
+
+    def resize(self, capacity: int) -> None:
+        """Give both buffers `capacity` slots."""
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(old.shape[0], old.shape[1], capacity, old.shape[3])
+            new[:, :, : old.shape[2]] = old
+            setattr(self, name, new)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """`(key length, offset)` of the current forward."""
+        return self._owner.visible, 0
+
+    def get_seq_length(self) -> int:
+        """Committed slots of the longest row."""
+        return self._owner.committed
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+
+class SlotCache(Cache):
+    """One `SlotLayer` per attention layer of a filled cache, whose K/V it takes over layer by layer.
+
+    Args:
+        filled: the cache of a prefill; its tensors are released as they are copied.
+        slots: `LongTensor` of shape `(B, L)`, the slot of each of the L columns of the prefill.
+        capacity: slots to allocate at first.
+        limit: slots that will never be exceeded, or None.
+    """
+
+    def __init__(self, filled: Cache, slots: torch.Tensor, capacity: int, limit: int | None):
+        super().__init__(layers=[layer if is_passive_layer(layer) else SlotLayer(self) for layer in filled.layers])
+        self._limit = limit
+        self.capacity = capacity if limit is None else min(capacity, limit)
+        self.rows = slots.shape[0]
+        self.start: int | None = 0
+        self.visible = 0
+        self.committed = 0
+        self._slots = slots
+        self._indices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        for layer, source in zip(self.layers, filled.layers):
+            if isinstance(layer, SlotLayer) and source.is_initialized and source.keys is not None:
+                kept = source.keys.shape[2]
+                layer.load(source.keys, source.values, slots[:, slots.shape[1] - kept :], self.capacity)
+                source.reset()
+
+    def slot_layers(self) -> list[SlotLayer]:
+        """The layers that hold K/V."""
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_initialized]
+
+    def begin(self, slots: torch.Tensor, lengths: Sequence[int], width: int, contiguous: bool) -> None:
+        """Say where the next forward writes.
+
+        Args:
+            slots: `LongTensor` of shape `(B, N)`, a slot for each node.
+            lengths: committed tokens of each row, root included.
+            width: N.
+            contiguous: node j of every row goes to slot `lengths[0] - 1 + j`.
+        """
+        self.committed = max(lengths) - 1
+        self.visible = self.committed + width
+        if self.visible > self.capacity:
+            doubled = 2 * self.capacity if self._limit is None else min(2 * self.capacity, self._limit)
+            self.capacity = max(doubled, self.visible)
+            for layer in self.slot_layers():
+                layer.resize(self.capacity)
+        self._slots = slots
+        self._indices = {}
+        self.start = lengths[0] - 1 if contiguous else None
+
+    def index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(rows, slots)` of the current forward on a layer's device."""
+        if device not in self._indices:
+            slots = self._slots.to(device)
+            self._indices[device] = (torch.arange(slots.shape[0], device=device).unsqueeze(1), slots)
+        return self._indices[device]
+
+    def move(self, row: int, sources: Sequence[int], target: int) -> None:
+        """Copy slots `sources` of a row to the slots from `target` on (an accepted path that is not in place)."""
+        for layer in self.slot_layers():
+            for buffer in (layer.keys, layer.values):
+                index = torch.tensor(sources, device=buffer.device)
+                buffer[row, :, target : target + len(sources)] = buffer[row].index_select(1, index)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Only these rows stay; the memory of the others is released."""
+        self.rows = len(rows)
+        for layer in self.slot_layers():
+            index = torch.tensor(list(rows), device=layer.keys.device)
+            layer.keys = layer.keys.index_select(0, index)
+            layer.values = layer.values.index_select(0, index)
+
+    def row(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Copies of the first `length` slots of a row per layer, shapes `(heads, length, width)`."""
+        return [
+            (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
+            if isinstance(layer, SlotLayer) and layer.is_initialized
+            else None
+            for layer in self.layers
+        ]
+
+
+def fill_cache(
+    cache: Cache,
+    rows: Sequence[list[tuple[torch.Tensor, torch.Tensor] | None]],
+    offsets: Sequence[int],
+    length: int,
+) -> Cache:
+    """Put the K/V of finished rows into a stock cache, in the columns of plain `generate`.
+
+    Args:
+        cache: an empty cache with the layers of the model.
+        rows: `SlotCache.row` of each row of the caller's batch.
+        offsets: left padding of each row; slot i of row b goes to column `offsets[b] + i`.
+        length: columns of the result; those without a token hold zeros.
+    """
+    for index, layer in enumerate(cache.layers):
+        if rows[0][index] is None:
+            continue
+        window = sliding_window_of(layer)
+        first = 0 if window is None else max(length - window + 1, 0)
+        states = []
+        for part in (0, 1):
+            sample = rows[0][index][part]
+            buffer = sample.new_zeros(len(rows), sample.shape[0], length, sample.shape[2])
+            for row, (own, offset) in enumerate(zip(rows, offsets, strict=True)):
+                kept = own[index][part][:, : length - offset]
+                buffer[row, :, offset : offset + kept.shape[1]] = kept
+            states.append(buffer[:, :, first:])
+        layer.update(*states)
+        if window is not None:
+            layer.cumulative_length = length
+    return cache

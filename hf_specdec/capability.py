@@ -1,0 +1,88 @@
+"""What a model must be able to do, decided before its first forward pass.
+
+The layer classes of the cache that `generate` prepared decide, not model names. What they cannot show (where positions
+come from, which attention function runs) is read from the signature of `forward` and from the configuration.
+"""
+
+import inspect
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from .attention import PACKED_SDPA
+from .compat import CACHE_NAME, is_passive_layer, sliding_window_of
+from .errors import UnsupportedModelError
+
+ADVICE = "Call `generate` without `assistant_strategy` for this model."
+
+
+def refuse(model: PreTrainedModel, reason: str, advice: str = ADVICE) -> None:
+    """Raise `UnsupportedModelError` for this model."""
+    raise UnsupportedModelError(f"{type(model).__name__} cannot decode speculatively: {reason} {advice}")
+
+
+def check_model(
+    model: PreTrainedModel, model_kwargs: dict[str, Any], max_length: int | None, prompt_length: int
+) -> None:
+    """Raise `UnsupportedModelError` unless a block of draft tokens can be verified and rolled back exactly.
+
+    Args:
+        max_length: tokens after which generation ends, or None.
+        prompt_length: tokens of the shortest prompt in the batch.
+    """
+    if model.config.is_encoder_decoder:
+        refuse(model, "encoder-decoder models are not supported yet.")
+    check_cache(model, model_kwargs.get(CACHE_NAME))
+    config = model.config.get_text_config(decoder=True)
+    check_cache(model, DynamicCache(config=config))
+    check_positions(model, config, max_length, prompt_length)
+    attention = config._attn_implementation
+    if attention not in ("sdpa", "eager", None, PACKED_SDPA):
+        refuse(
+            model,
+            f"attention {attention!r} takes no mask per draft token.",
+            'Load the model with attn_implementation="sdpa", or call `model.set_attn_implementation("sdpa")`.',
+        )
+
+
+def check_cache(model: PreTrainedModel, cache: Any) -> None:
+    """Every layer must be plain or sliding attention, with one window for all sliding layers."""
+    if not isinstance(cache, Cache) or not cache.layers and not hasattr(cache, "layer_class_to_replicate"):
+        refuse(model, "it keeps a state of its own instead of a key/value cache, which cannot be rolled back.")
+    exact_types = (DynamicLayer, DynamicSlidingWindowLayer)
+    for layer in cache.layers:
+        if type(layer) not in exact_types and not is_passive_layer(layer):
+            refuse(
+                model,
+                f"its cache has layers of type {type(layer).__name__}, whose state cannot be rolled back after a "
+                "rejected draft.",
+            )
+    windows = {window for layer in cache.layers if (window := sliding_window_of(layer)) is not None}
+    if len(windows) > 1:
+        refuse(model, f"its layers slide over windows of different lengths ({sorted(windows)}).")
+
+
+def check_positions(model: PreTrainedModel, config: Any, max_length: int | None, prompt_length: int) -> None:
+    """Positions must be given per token; position schemes that look at the whole block are refused."""
+    if "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", False):
+        refuse(model, "its positions (ALiBi or counted by the model) cannot be given for each draft token.")
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        refuse(model, "its local attention layers count from the end of the cache.")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
+    for each in kinds:
+        kind = each.get("rope_type", each.get("type"))
+        original = each.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if kind == "dynamic":
+            original = original or getattr(config, "max_position_embeddings", None)
+        crosses = max_length is None or original is None or prompt_length <= original < max_length
+        if kind in ("dynamic", "longrope") and crosses:
+            refuse(
+                model,
+                f"its rotary positions ({kind}) change for all tokens once a text passes {original} tokens, which a "
+                "draft would trigger too early.",
+                f"Keep prompt and new tokens within {original}, or call `generate` without `assistant_strategy`.",
+            )

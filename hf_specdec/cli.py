@@ -1,0 +1,267 @@
+"""`hf-specdec`: generate text with accepted drafts in colour, list the strategies, run the demo.
+
+Everything goes through the public API. An error of the package is one red line on stderr and exit status 2.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from .config import SpecDecConfig
+from .drafters.base import known_strategies
+from .errors import SpecDecError
+from .mixin import enable
+from .stats import SpeculationStats
+from .verify import VERIFIERS
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0])
+
+PLAIN = "none"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ACCEPTED_STYLE = "bold green"
+
+
+def stdout() -> Console:
+    """Where results go. Made per call, so that it writes to what `sys.stdout` is then."""
+    return Console(highlight=False)
+
+
+def stderr() -> Console:
+    """Where progress and errors go."""
+    return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def clean_errors() -> Iterator[None]:
+    """Turn an error of the package, or a model that cannot be read, into one red line and exit status 2."""
+    try:
+        yield
+    except (SpecDecError, OSError) as error:
+        message = " ".join(str(error).split())
+        stderr().print(f"Error: {message}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+class ColourStreamer(BaseStreamer):
+    """Prints the new text as it comes, the text of accepted draft tokens in colour.
+
+    The loop announces each round with `on_round`: of the next `emitted` tokens, the first `accepted` were drafted. A
+    token's text is held back while it ends within a character.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console):
+        self.tokenizer = tokenizer
+        self.console = console
+        self._sources: deque[bool] = deque()
+        self._tokens: list[int] = []
+        self._shown_from, self._shown_to = 0, 0
+        self._prompt_passed = False
+
+    def on_round(self, accepted: int, emitted: int) -> None:
+        """Of the next `emitted` tokens, the first `accepted` are accepted drafts."""
+        self._sources.extend([True] * accepted + [False] * (emitted - accepted))
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt first, of shape `(1, L)`; then one token per call, of shape `(1,)`."""
+        if not self._prompt_passed:
+            self._prompt_passed = True
+            return
+        self._tokens += value.flatten().tolist()
+        self._show(final=False, drafted=self._sources.popleft() if self._sources else False)
+
+    def end(self) -> None:
+        """Print what was held back, and end the line."""
+        self._show(final=True, drafted=False)
+        self.console.print()
+
+    def _show(self, final: bool, drafted: bool) -> None:
+        before = self._decode(self._tokens[self._shown_from : self._shown_to])
+        text = self._decode(self._tokens[self._shown_from :])
+        if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
+            return
+        self.console.out(text[len(before) :], end="", style=ACCEPTED_STYLE if drafted else None, highlight=False)
+        self._shown_from, self._shown_to = self._shown_to, len(self._tokens)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def parse_options(pairs: list[str]) -> dict[str, Any]:
+    """`["max_ngram=4"]` as `{"max_ngram": 4}`: values are JSON where they parse as such, else text."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator or not name:
+            raise SpecDecError(f"--option {pair!r} is not of the form NAME=VALUE.")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return options
+
+
+def build_config(
+    strategy: str | None, draft_model: str | None, options: dict[str, Any], verifier: str, max_draft_tokens: int | None
+) -> SpecDecConfig | None:
+    """The request that the command line stands for; None for plain `generate`."""
+    name = strategy or ("draft_model" if draft_model else "suffix")
+    if draft_model is not None:
+        if name != "draft_model":
+            raise SpecDecError(f"--draft-model goes with --strategy draft_model, not with {name!r}.")
+        options = {**options, "model": draft_model}
+    if name == PLAIN:
+        return None
+    if name in (known := known_strategies()):
+        for field in dataclasses.fields(known[name]):
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if required and field.name not in options:
+                flag = "--draft-model NAME" if field.name == "model" else f"--option {field.name}=VALUE"
+                raise SpecDecError(f"Strategy {name!r} needs {known[name].needs}; give {flag}.")
+    return SpecDecConfig(
+        strategy=name, strategy_options=options, verifier=verifier, max_draft_tokens=max_draft_tokens
+    )
+
+
+def load(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model, enabled and in evaluation mode, and tokenizer. `device` None is the GPU where there is one."""
+    if dtype not in DTYPES:
+        raise SpecDecError(f"--dtype {dtype!r} is not known; give one of {', '.join(DTYPES)}.")
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
+    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    return enable(model), tokenizer
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool | None, system: str | None
+) -> dict[str, torch.Tensor]:
+    """Inputs of `generate`, of shape `(1, L)`. `chat` None uses the chat template where the tokenizer has one."""
+    use_chat = tokenizer.chat_template is not None if chat is None else chat
+    if not use_chat:
+        if system is not None:
+            raise SpecDecError("--system needs a chat template; leave out --no-chat, or use a chat model.")
+        return dict(tokenizer(prompt, return_tensors="pt"))
+    if tokenizer.chat_template is None:
+        raise SpecDecError("--chat needs a chat template and this tokenizer has none; use --no-chat.")
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    return dict(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    )
+
+
+def sampling_options(temperature: float | None) -> dict[str, Any]:
+    """Greedy unless a temperature above 0 is given."""
+    if temperature:
+        return {"do_sample": True, "temperature": temperature}
+    return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+
+def summary(tokens: int, seconds: float, stats: SpeculationStats | None) -> Table:
+    """The one table at the end of `generate`."""
+    table = Table(title="plain generate" if stats is None else f"{stats.strategy}, verifier {stats.verifier}")
+    forwards = tokens if stats is None else stats.target_forwards
+    cells = {
+        "tokens": str(tokens),
+        "tokens/s": f"{tokens / seconds:.1f}",
+        "tokens per target forward": f"{tokens / max(forwards, 1):.2f}",
+    }
+    if stats is not None:
+        drafted, accepted = stats.num_draft_tokens, stats.num_accepted_draft_tokens
+        cells["time outside the models"] = f"{stats.overhead_share:.1%}"
+        cells["drafted"] = str(drafted)
+        cells["accepted"] = f"{accepted} ({stats.draft_acceptance_rate:.0%})"
+    for name in cells:
+        table.add_column(name, justify="right")
+    table.add_row(*cells.values())
+    return table
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="Target model: a name on the hub or a directory.")],
+    prompt: Annotated[str, typer.Option(help="The prompt; '-' reads it from standard input.")],
+    strategy: Annotated[
+        str | None, typer.Option(help=f"Draft strategy (see `hf-specdec strategies`), or '{PLAIN}'. Default: suffix.")
+    ] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Draft model of strategy draft_model.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="A setting of the strategy, NAME=VALUE; repeatable.")
+    ] = None,
+    verifier: Annotated[str, typer.Option(help=f"Acceptance rule: {', '.join(VERIFIERS)}.")] = "exact",
+    max_draft_tokens: Annotated[int | None, typer.Option(help="Longest draft per round.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sample at this temperature; else greedy.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help=f"Weights' type: {', '.join(DTYPES)}.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Default: the GPU where there is one.")] = None,
+    chat: Annotated[bool | None, typer.Option(help="Use the chat template. Default: where there is one.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+) -> None:
+    """Generate text; accepted draft tokens are green."""
+    console = stdout()
+    with clean_errors():
+        config = build_config(strategy, draft_model, parse_options(option or []), verifier, max_draft_tokens)
+        with stderr().status(f"Loading {model} ..."):
+            target, tokenizer = load(model, dtype, device)
+        text = sys.stdin.read() if prompt == "-" else prompt
+        inputs = {name: value.to(target.device) for name, value in encode(tokenizer, text, chat, system).items()}
+        torch.manual_seed(seed)
+        started = time.perf_counter()
+        output = target.generate(
+            **inputs,
+            assistant_strategy=config,
+            streamer=ColourStreamer(tokenizer, console),
+            max_new_tokens=max_new_tokens,
+            return_dict_in_generate=True,
+            **sampling_options(temperature),
+        )
+        seconds = time.perf_counter() - started
+    tokens = output.sequences.shape[1] - inputs["input_ids"].shape[1]
+    console.print(summary(tokens, seconds, getattr(output, "speculation", None)))
+
+
+@app.command()
+def strategies() -> None:
+    """List the draft strategies: what each does and what it needs."""
+    table = Table("strategy", "what it does", "needs")
+    for name, strategy in sorted(known_strategies().items()):
+        table.add_row(name, (strategy.__doc__ or "").strip().split("\n")[0], strategy.needs)
+    stdout().print(table)
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None, typer.Option(help="A name on the hub or a directory. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"Weights' type: {', '.join(DTYPES)}.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=8, help="Longest answer to each prompt.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats, as far as the time allows.")] = 3,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Time after which no further prompt starts.")] = 200.0,
+) -> None:
+    """Compare plain generate, stock prompt lookup and this package on a dozen prompts."""
+    from .demo import run_demo  # it imports this module
+
+    with clean_errors():
+        agreed = run_demo(model, dtype, max_new_tokens, repeats, seconds)
+    if not agreed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,112 @@
+"""What the user asks for, in one frozen object."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation import CandidateGenerator
+
+from .control import SCHEDULES
+from .drafters import CandidateAdapter, DraftModel
+from .drafters.base import DraftStrategy, build_strategy
+from .errors import SpecDecError, unknown_name
+from .verify import VERIFIERS
+
+
+@dataclass(frozen=True)
+class SpecDecConfig:
+    """Settings of speculative decoding, validated at construction.
+
+    Args:
+        strategy: a registered name, a `DraftStrategy`, or a draft model.
+        strategy_options: settings of a strategy that is given by name.
+        verifier: acceptance rule; `exact` gives the text of plain `generate`, `rejection` the same law.
+        max_draft_tokens: longest draft per round, or None for the strategy's default. 0 never drafts.
+        schedule: policy for the draft length.
+    """
+
+    strategy: Any = "suffix"
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)
+    verifier: str = "exact"
+    max_draft_tokens: int | None = None
+    schedule: str = "constant"
+
+    def __post_init__(self) -> None:
+        if self.verifier not in VERIFIERS:
+            raise unknown_name("verifier", self.verifier, VERIFIERS)
+        if self.schedule not in SCHEDULES:
+            raise unknown_name("schedule", self.schedule, SCHEDULES)
+        length = self.max_draft_tokens
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
+            raise SpecDecError(
+                f"max_draft_tokens={length!r} is not a number of tokens; give an integer >= 0, or None for the default."
+            )
+        strategy = self.strategy
+        if isinstance(strategy, str):
+            strategy = build_strategy(strategy, dict(self.strategy_options))
+        elif self.strategy_options:
+            raise SpecDecError(
+                "strategy_options belong to a strategy given by name; this one is an object with settings of its own."
+            )
+        object.__setattr__(self, "_resolved", resolve_strategy(strategy))
+
+    @property
+    def resolved(self) -> DraftStrategy:
+        """The strategy object."""
+        return self._resolved  # type: ignore[attr-defined]
+
+    @property
+    def draft_tokens(self) -> int:
+        """The longest draft per round."""
+        return self.resolved.default_draft_tokens if self.max_draft_tokens is None else self.max_draft_tokens
+
+    @classmethod
+    def of(cls, request: Any) -> "SpecDecConfig":
+        """The config that an `assistant_strategy` argument stands for.
+
+        Args:
+            request: a name, a `DraftStrategy`, a `PreTrainedModel`, a `SpecDecConfig`, a dict of one, or a factory of a
+                transformers `CandidateGenerator`.
+        """
+        if isinstance(request, SpecDecConfig):
+            return request
+        if isinstance(request, Mapping):
+            return cls.from_dict(request)
+        return cls(strategy=request)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SpecDecConfig":
+        """The config with these fields. Raises `SpecDecError` for a field that does not exist."""
+        known = [each.name for each in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise unknown_name("field of SpecDecConfig:", name, known)
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, for YAML and JSON. A strategy object becomes its name and settings."""
+        by_name = isinstance(self.strategy, str)
+        return {
+            "strategy": self.strategy if by_name else self.resolved.name,
+            "strategy_options": dict(self.strategy_options) if by_name else self.resolved.to_dict(),
+            "verifier": self.verifier,
+            "max_draft_tokens": self.max_draft_tokens,
+            "schedule": self.schedule,
+        }
+
+
+def resolve_strategy(strategy: Any) -> DraftStrategy:
+    """The strategy object that `strategy` stands for."""
+    if isinstance(strategy, DraftStrategy):
+        return strategy
+    if isinstance(strategy, type) and issubclass(strategy, DraftStrategy):
+        raise SpecDecError(f"{strategy.__name__} is a class; pass an object, as in {strategy.__name__}().")
+    if isinstance(strategy, PreTrainedModel):
+        return DraftModel(strategy)
+    if isinstance(strategy, CandidateGenerator) or callable(strategy):
+        return CandidateAdapter(strategy)
+    raise SpecDecError(
+        f"assistant_strategy={strategy!r} is neither a name, a DraftStrategy, a model, a SpecDecConfig, a dict of one, "
+        "nor a factory of a CandidateGenerator."
+    )

@@ -1,0 +1,19 @@
+"""Draft strategies. One module each; importing it registers its name."""
+
+from .adapter import CandidateAdapter
+from .base import Drafter, DraftStrategy, register_strategy
+from .draft_model import DraftModel, frequent_tokens
+from .prompt_lookup import PromptLookup
+from .suffix import Suffix, SuffixMemory
+
+__all__ = [
+    "CandidateAdapter",
+    "DraftModel",
+    "DraftStrategy",
+    "Drafter",
+    "PromptLookup",
+    "Suffix",
+    "SuffixMemory",
+    "frequent_tokens",
+    "register_strategy",
+]

@@ -1,0 +1,137 @@
+"""The two objects of a draft strategy, and the registry of names.
+
+`DraftStrategy` is settings: frozen, reusable, picklable, safe to share between threads. `Drafter` is the state of one
+`generate` call. What outlives a call is a separate memory object that the strategy holds.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from transformers.generation import CandidateGenerator
+
+from ..errors import SpecDecError, unknown_name
+from ..state import DecodeView, Plan
+from ..tree import DraftTree
+
+
+class Drafter(CandidateGenerator, ABC):
+    """What proposes tokens during one `generate` call. Life: `start`, then (`propose`, `observe`) per round.
+
+    A drafter reads `DecodeView` and never writes to it. Rows that finish leave between rounds: `keep` says which stay,
+    and is called before `observe`.
+
+    Class attributes:
+        stock_draft_tokens: draft length inside stock assisted decoding.
+        forwards: forward passes of a draft model so far.
+        forward_seconds: time spent in them.
+    """
+
+    stock_draft_tokens: int = 10
+    forwards: int = 0
+    forward_seconds: float = 0.0
+
+    def start(self, view: DecodeView) -> None:
+        """Called once after prefill; `view` holds the prompt and the first emitted token of each row."""
+
+    @abstractmethod
+    def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
+        """At most `plan.depth` tokens below each row's root. `DraftTree` with `view.rows` rows."""
+
+    def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:
+        """Called after each commit with the tokens that each row emitted; `view` already holds them."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Only these rows (indices into the current ones, ascending) stay."""
+
+    def finish(self) -> None:
+        """Called once when the call ends, also when it ends with an exception."""
+
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.LongTensor, None]:
+        """The interface of stock assisted decoding: `input_ids` of shape `(1, L)` with the draft appended."""
+        history = input_ids[0].tolist()
+        view = DecodeView.of_sequences([history], input_ids.device, prompt_lengths=[len(history)])
+        if (known := getattr(self, "_stock_view", None)) is None:
+            self.start(view)
+        elif len(history) > known.length(0):
+            self.observe(view, [history[known.length(0) :]])
+        self._stock_view = view
+        tree = self.propose(view, Plan.chain(self.stock_draft_tokens))
+        drafted = [token for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist()) if parent >= 0]
+        draft = torch.tensor([drafted], dtype=input_ids.dtype, device=input_ids.device)
+        return torch.cat([input_ids, draft], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to do: `get_candidates` sees what was accepted at its next call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftStrategy(ABC):
+    """Settings of a strategy and the facts that the loop checks before the first forward pass.
+
+    Class attributes:
+        name: the registered name.
+        default_draft_tokens: draft length when the user gives none.
+        needs: one phrase for `hf-specdec strategies`.
+        sampled: drafts may be drawn from a law (with a verifier that reads draft probabilities).
+        knows_law: says truly what law its drafts came from; a token that is looked up is a point mass.
+        trees: it can propose more than a chain.
+    """
+
+    name: ClassVar[str] = ""
+    default_draft_tokens: ClassVar[int] = 10
+    needs: ClassVar[str] = "nothing"
+    sampled: ClassVar[bool] = False
+    knows_law: ClassVar[bool] = True
+    trees: ClassVar[bool] = False
+
+    @abstractmethod
+    def build(self, target: Any, request: Any) -> Drafter:
+        """The drafter of one call. Raises `SpecDecError` when the strategy does not fit the target or the request."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings by field name, for YAML and command lines."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+STRATEGIES: dict[str, type[DraftStrategy]] = {}
+ENTRY_POINT_GROUP = "hf_specdec.strategies"
+StrategyClass = TypeVar("StrategyClass", bound=type[DraftStrategy])
+
+
+def register_strategy(name: str) -> Callable[[StrategyClass], StrategyClass]:
+    """Class decorator that makes a strategy known by `name`. Raises `SpecDecError` when the name is taken."""
+
+    def register(cls: StrategyClass) -> StrategyClass:
+        if STRATEGIES.get(name, cls) is not cls:
+            raise SpecDecError(
+                f"A strategy named {name!r} is already registered ({STRATEGIES[name].__qualname__}); choose another name."
+            )
+        cls.name = name
+        STRATEGIES[name] = cls
+        return cls
+
+    return register
+
+
+def known_strategies() -> dict[str, type[DraftStrategy]]:
+    """All strategies by name, those of installed packages (entry point group `hf_specdec.strategies`) included."""
+    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        if entry.name not in STRATEGIES:
+            register_strategy(entry.name)(entry.load())
+    return dict(STRATEGIES)
+
+
+def build_strategy(name: str, options: dict[str, Any]) -> DraftStrategy:
+    """The strategy called `name` with these settings. Unknown names and settings get the nearest valid one."""
+    known = known_strategies()
+    if name not in known:
+        raise unknown_name("draft strategy", name, known)
+    fields = {field.name for field in dataclasses.fields(known[name])}
+    for option in options:
+        if option not in fields:
+            raise unknown_name(f"option of strategy {name!r}:", option, fields or {"(it takes none)"})
+    return known[name](**options)

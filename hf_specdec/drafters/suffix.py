@@ -1,0 +1,254 @@
+"""Suffix decoding: the draft is what followed the same context before, in this text or in answers of earlier calls.
+
+SuffixDecoding, Oliaro et al. 2024, arXiv:2411.04975. Deviation: a chain instead of a tree, and in both sources the
+current occurrence counts as one that was followed by something else, so that the scores of the two compare.
+"""
+
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..errors import SpecDecError
+from ..state import DecodeView, Plan
+from ..tree import DraftTree
+from .base import Drafter, DraftStrategy, register_strategy
+from .suffix_index import DEFAULT_MAX_CONTEXT, PathRule, ScoredDraft, SuffixIndex
+
+_FILE_FORMAT = "hf_specdec suffix memory 1"
+
+
+class SuffixMemory:
+    """Answers of earlier calls, for `Suffix(memory=...)`. Safe to share between threads; bounded in size.
+
+    An answer, without its prompt, enters when its row ends. Beyond `max_tokens` the oldest answers leave. Token ids
+    mean something only under one tokenizer: keep one memory per tokenizer.
+
+    Args:
+        max_tokens: at most so many tokens are remembered, at about 0.5 kB each.
+        max_context: the longest match, in tokens.
+
+    Attributes:
+        path: the file this memory was last loaded from or saved to, or None.
+    """
+
+    def __init__(self, max_tokens: int = 100_000, max_context: int = DEFAULT_MAX_CONTEXT):
+        for name, value in (("max_tokens", max_tokens), ("max_context", max_context)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise SpecDecError(f"SuffixMemory({name}={value!r}): it must be a whole number of at least 1.")
+        self.max_tokens = max_tokens
+        self.max_context = max_context
+        self.path: str | None = None
+        self._lock = threading.RLock()
+        self._texts: deque[list[int]] = deque()
+        self._size = 0
+        self._index = SuffixIndex(max_context)
+        self._index_is_whole = True
+
+    def __len__(self) -> int:
+        """Tokens remembered."""
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"SuffixMemory({self._size} of {self.max_tokens} tokens, {len(self._texts)} answers)"
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Remember a text; of one longer than `max_tokens`, its end."""
+        added = list(tokens[-self.max_tokens :])
+        if not added:
+            return
+        with self._lock:
+            index = self._whole_index()
+            self._index_is_whole = False  # until the last line: an interrupt in between costs a rebuild, no damage
+            self._texts.append(added)
+            self._size += len(added)
+            while self._size > self.max_tokens:
+                self._size -= len(self._texts.popleft())
+                index.forget_first_text()
+            index.extend(added)
+            index.end_text()
+            self._index_is_whole = True
+
+    def draft(self, tokens: Sequence[int], limit: int, rule: PathRule) -> ScoredDraft:
+        """At most `limit` tokens that followed the end of `tokens` in the texts remembered."""
+        with self._lock:
+            index = self._whole_index()
+            return index.draft(index.match(tokens), limit, rule, unseen=1)
+
+    def _whole_index(self) -> SuffixIndex:
+        if not self._index_is_whole:
+            self._index = SuffixIndex(self.max_context)
+            self._size = sum(map(len, self._texts))
+            for text in self._texts:
+                self._index.extend(text)
+                self._index.end_text()
+            self._index_is_whole = True
+        return self._index
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the texts to a JSON file, replacing it in one step."""
+        content = {"format": _FILE_FORMAT, **self.__getstate__()}
+        del content["path"]
+        partial = Path(f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}.partial")
+        partial.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(partial, path)
+        self.path = os.fspath(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "SuffixMemory":
+        """Read a file that `save` wrote. Raises `SpecDecError` when it is not one."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if content["format"] != _FILE_FORMAT:
+                raise SpecDecError(f"its format is {content['format']!r}, not {_FILE_FORMAT!r}")
+            memory = cls(content["max_tokens"], content["max_context"])
+            for text in content["texts"]:
+                if not all(type(token) is int and token >= 0 for token in text):
+                    raise SpecDecError("it holds something that is not a token id")
+                memory.add(text)
+        except FileNotFoundError as error:
+            raise SpecDecError(
+                f"There is no suffix memory at {os.fspath(path)!r}; make one with `SuffixMemory().save(path)`."
+            ) from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SpecDecError(
+                f"{os.fspath(path)!r} cannot be read as a suffix memory ({error}); pass a file that "
+                "`SuffixMemory.save` wrote, or delete it and start a new memory."
+            ) from error
+        memory.path = os.fspath(path)
+        return memory
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            texts = [list(text) for text in self._texts]
+        return {"max_tokens": self.max_tokens, "max_context": self.max_context, "path": self.path, "texts": texts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        SuffixMemory.__init__(self, state["max_tokens"], state["max_context"])
+        for text in state["texts"]:
+            self.add(text)
+        self.path = state["path"]
+
+
+@register_strategy("suffix")
+@dataclass(frozen=True)
+class Suffix(DraftStrategy):
+    """Copies what most often followed the same context (SuffixDecoding, arXiv:2411.04975). No model, no training.
+
+    Args:
+        max_context: longest match, in tokens, in the text of this call; a memory has its own.
+        min_probability: a draft ends before the token that takes its estimated probability below this.
+        max_tokens_factor: a match of m tokens is followed for at most `max_tokens_factor * m` tokens.
+        memory: answers of earlier calls, or the path of a saved `SuffixMemory`. The calls that use this strategy add
+            to it. `to_dict` gives its path, or None for a memory that was never saved.
+    """
+
+    default_draft_tokens: ClassVar[int] = 16
+    needs: ClassVar[str] = "nothing; best where the answer repeats itself, the prompt or earlier answers"
+
+    max_context: int = DEFAULT_MAX_CONTEXT
+    min_probability: float = 0.2
+    max_tokens_factor: float = 5.0
+    memory: SuffixMemory | str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_context, int) or isinstance(self.max_context, bool) or self.max_context < 1:
+            raise SpecDecError(
+                f"suffix: max_context={self.max_context!r}, but a match has at least one token; "
+                f"use a whole number of at least 1 (default {DEFAULT_MAX_CONTEXT})."
+            )
+        if not 0 <= self.min_probability <= 1:
+            raise SpecDecError(f"suffix: min_probability={self.min_probability!r} is no probability; use 0 to 1.")
+        if not self.max_tokens_factor > 0:
+            raise SpecDecError(
+                f"suffix: max_tokens_factor={self.max_tokens_factor!r} would never draft; use a number above 0."
+            )
+        if isinstance(self.memory, (str, os.PathLike)):
+            object.__setattr__(self, "memory", SuffixMemory.load(self.memory))
+        elif self.memory is not None and not isinstance(self.memory, SuffixMemory):
+            raise SpecDecError(
+                f"suffix: memory={type(self.memory).__name__} is neither a SuffixMemory nor the path of a saved one."
+            )
+
+    def build(self, target: Any, request: Any) -> "SuffixDrafter":
+        """The drafter of one call; it fits every target."""
+        return SuffixDrafter(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings by field name; a memory by its path, or None if it was never saved."""
+        path = self.memory.path if isinstance(self.memory, SuffixMemory) else self.memory
+        return {
+            "max_context": self.max_context,
+            "min_probability": self.min_probability,
+            "max_tokens_factor": self.max_tokens_factor,
+            "memory": path,
+        }
+
+
+@dataclass
+class _Row:
+    """One row: its index, and the view's own list of its tokens, which grows in place."""
+
+    index: SuffixIndex
+    tokens: Sequence[int]
+    prompt_length: int
+
+
+class SuffixDrafter(Drafter):
+    """One index per row, which grows as tokens arrive, beside the memory of the strategy."""
+
+    stock_draft_tokens = Suffix.default_draft_tokens
+
+    def __init__(self, strategy: Suffix):
+        self._max_context = strategy.max_context
+        self._rule = PathRule(strategy.min_probability, strategy.max_tokens_factor)
+        self._memory = strategy.memory if isinstance(strategy.memory, SuffixMemory) else None
+        self._rows: list[_Row] = []
+
+    def start(self, view: DecodeView) -> None:
+        """Index prompts and first tokens."""
+        self._rows = [
+            _Row(SuffixIndex(self._max_context), view.tokens(row), view.prompt_length(row)) for row in range(view.rows)
+        ]
+        self._absorb(view)
+
+    def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:
+        """Index what was emitted."""
+        self._absorb(view)
+
+    def _absorb(self, view: DecodeView) -> None:
+        for number, row in enumerate(self._rows):
+            row.tokens = view.tokens(number)
+            row.index.extend(row.tokens[len(row.index.text) :])
+
+    def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
+        """The better of the two sources for each row, this text on ties."""
+        chains = [self._draft(row.index, plan.depth).tokens for row in self._rows]
+        return DraftTree.from_chains(view.roots(), chains, view.device)
+
+    def _draft(self, index: SuffixIndex, limit: int) -> ScoredDraft:
+        local = index.draft(index.matched, limit, self._rule)
+        if self._memory is None:
+            return local
+        remembered = self._memory.draft(index.text, limit, self._rule)
+        return remembered if remembered.score > local.score else local
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """The answers of rows that leave enter the memory."""
+        if self._rows:  # rows may leave before `start`
+            self._remember(row for number, row in enumerate(self._rows) if number not in rows)
+            self._rows = [self._rows[number] for number in rows]
+
+    def finish(self) -> None:
+        """The answers of the remaining rows enter the memory."""
+        self._remember(self._rows)
+        self._rows = []
+
+    def _remember(self, rows: Iterable[_Row]) -> None:
+        if self._memory is not None:
+            for row in rows:
+                self._memory.add(row.tokens[row.prompt_length :])

@@ -1,0 +1,125 @@
+"""THE STEP: plan, draft, verify, accept, stop, commit, observe.
+
+One code path for any number of rows. The loop is the only writer of `DecodeState` and of the target's cache. Each round
+reads the device once, for what was accepted; clocks are read right after that.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from .ends import RowEnds
+from .request import Request
+from .state import DecodeState, Plan
+from .stats import StepRecord
+from .target import TargetOutput
+from .tree import DraftTree, keep_nodes
+
+
+def decode(request: Request) -> None:
+    """Decode until every row has ended; results are left in `request`."""
+    target, drafter, controller = request.target, request.drafter, request.controller
+    started = time.perf_counter()
+    output, cached = target.start(request.input_ids, request.generation_config)
+    state = request.begin(cached)
+    request.outputs.prefill(output.raw)
+    roots = request.input_ids[:, -1:] if request.input_ids.shape[1] else request.input_ids.new_zeros(state.rows, 1)
+    emit(request, state, DraftTree(roots, roots.new_full(roots.shape, -1), roots > roots), output, None)
+    request.stats.prefill_seconds = time.perf_counter() - started
+    if state.rows:
+        drafter.start(state)
+    while request.unfinished():
+        if not state.rows:
+            target.idle()
+            continue
+        started = time.perf_counter()
+        before = (target.forward_seconds, drafter.forward_seconds)
+        plan = controller.plan(state).within(request.ends.most_room(state) - 1)
+        tree = drafter.propose(state, plan) if plan.depth else no_draft(state)
+        tree = usable(tree, request, state)
+        drafted_at = time.perf_counter()
+        output = target.verify(tree, state.lengths())
+        context = max(state.lengths())
+        rows = state.rows
+        emitted, drafted, accepted = emit(request, state, tree, output, plan)
+        verified_at = time.perf_counter()
+        if state.rows:
+            drafter.observe(state, emitted)
+        record = StepRecord(
+            plan=plan,
+            rows=rows,
+            context=context,
+            drafted=tuple(drafted),
+            accepted=tuple(accepted),
+            draft_seconds=drafted_at - started,
+            verify_seconds=verified_at - drafted_at,
+            step_seconds=time.perf_counter() - started,
+        )
+        controller.observe(record)
+        request.stats.count_times(
+            record.step_seconds, target.forward_seconds - before[0], drafter.forward_seconds - before[1]
+        )
+
+
+def no_draft(state: DecodeState) -> DraftTree:
+    """A tree of the root alone for every row."""
+    return DraftTree.from_chains(state.roots(), [[]] * state.rows, state.device)
+
+
+def usable(tree: DraftTree, request: Request, state: DecodeState) -> DraftTree:
+    """The tree without nodes that the target has no use for: beyond a row's room, or tokens that it cannot read."""
+    if tree.size == 1:
+        return tree
+    room = torch.tensor(request.ends.rooms(state), device=tree.tokens.device)
+    allowed = (tree.depths < room.unsqueeze(1)) & (tree.tokens < request.vocab_size)
+    for token in request.unreadable:
+        allowed &= tree.tokens != token
+    return keep_nodes(tree, allowed)
+
+
+def emit(
+    request: Request, state: DecodeState, tree: DraftTree, output: TargetOutput, plan: Plan | None
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """Judge a tree and commit what came of it. `plan` is None for the prompt's own forward.
+
+    Returns, per row that was decoding, the emitted tokens (of the rows that stay), the tokens judged and accepted.
+    """
+    scores, acceptance = request.judge(tree, output.logits, state, 0 if plan is None else plan.depth)
+    read = torch.cat(
+        [
+            acceptance.path,
+            tree.tokens.gather(1, acceptance.path.clamp(min=0)),
+            acceptance.count.unsqueeze(1),
+            acceptance.next_token.unsqueeze(1),
+            (tree.parents >= 0).sum(1, keepdim=True),
+            tree.depths.max(1, keepdim=True).values,
+        ],
+        dim=1,
+    ).tolist()  # the host read
+    width = acceptance.path.shape[1]
+    counts = [row[2 * width] for row in read]
+    paths = [row[:count] for row, count in zip(read, counts)]
+    proposed = [row[width : width + count] + [row[2 * width + 1]] for row, count in zip(read, counts)]
+    if min(map(min, proposed)) < 0:
+        raise RuntimeError("The target's law after processing is not finite (probabilities are inf, nan or all zero).")
+    request.keep_scores(state, paths, scores, output.logits)
+    stops = request.stopping.first_stops(proposed, state, request.outputs.scores_until, state.device)
+    emitted, leaving = request.ends.settle(state, proposed, stops)
+    accepted = [min(count, len(tokens)) for count, tokens in zip(counts, emitted)]
+    judged = [row[2 * width + 2] if len(new) > count else len(new) for row, count, new in zip(read, counts, emitted)]
+    for row, row_id in enumerate(state.row_ids):
+        if plan is None:
+            request.stats.count_emitted(row_id, 0, len(emitted[row]))
+        else:
+            deepest = read[row][2 * width + 3] if len(emitted[row]) > counts[row] else accepted[row]
+            deepest = min(deepest, accepted[row] + 1)
+            request.stats.count_round(row_id, judged[row], deepest, accepted[row], len(emitted[row]))
+            request.outputs.add_states(state, row, [0, *paths[row]][: len(emitted[row])], output.raw)
+            request.target.settle(row, state.length(row) - 1, paths[row][: accepted[row]])
+    state.commit(emitted)
+    request.stream(state, accepted, emitted)
+    staying = [row for row in range(state.rows) if row not in leaving]
+    if leaving:
+        request.leave(state, leaving, staying)
+    return [emitted[row] for row in staying], judged, accepted

@@ -1,0 +1,208 @@
+"""One `generate` call: everything the loop works with, and what it hands back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.generation import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from .cache import fill_cache
+from .compat import CACHE_NAME, sliding_window_of
+from .control.base import Controller
+from .drafters.base import Drafter
+from .ends import RowEnds
+from .noise import SharedNoise
+from .outputs import TokenOutputs
+from .processing import NodeProcessors, RowStopping
+from .state import DecodeState
+from .stats import RowStats, SpeculationStats, SpeculativeOutput
+from .target import Target
+from .tree import DraftTree
+from .verify import VERIFIERS, Acceptance
+
+PLACEHOLDER_IDS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
+
+
+class Request:
+    """The state of one call apart from the decoded tokens.
+
+    Args:
+        model: the user's model.
+        input_ids: the prompt, `LongTensor` of shape `(rows, L)`, padding included.
+        generation_config: as `generate` prepared it.
+        processors: logits processors, as `generate` prepared them.
+        criteria: stopping criteria, as `generate` prepared them.
+        model_kwargs: what goes to `forward`.
+        verifier: name of the acceptance rule.
+        strategy: name of the draft strategy, for the statistics.
+        max_draft_tokens: nodes below the root that a round may have.
+        extras: `streamer`, `synced_gpus`, `tokenizer`, `assistant_tokenizer`, where given.
+    """
+
+    drafter: Drafter
+    controller: Controller
+
+    def __init__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        model_kwargs: dict[str, Any],
+        verifier: str,
+        strategy: str,
+        max_draft_tokens: int,
+        extras: dict[str, Any],
+    ):
+        self.model = model
+        self.input_ids = input_ids
+        self.generation_config = generation_config
+        self.model_kwargs = model_kwargs
+        self.sampling = bool(generation_config.do_sample)
+        self.verifier = VERIFIERS[verifier]
+        self.max_draft_tokens = max_draft_tokens
+        self.extras = extras
+        self.streamer = extras.get("streamer")
+        config = model.config.get_text_config(decoder=True)
+        self.vocab_size = int(config.vocab_size)
+        self.unreadable = sorted(
+            {value for name in PLACEHOLDER_IDS if isinstance(value := getattr(model.config, name, None), int)}
+        )
+        self.processors = NodeProcessors(processors, input_ids, self.vocab_size)
+        rows, length = input_ids.shape
+        self.stopping = RowStopping(criteria, length)
+        limit = self.stopping.max_length
+        self.ends = RowEnds(rows, length, limit, self.stopping.pads_finished_rows)
+        mask = model_kwargs.get("attention_mask")
+        embeds = model_kwargs.get("inputs_embeds")
+        columns = length if embeds is None else embeds.shape[1]
+        shortest = columns if mask is None else int(mask.sum(1).min())
+        slots = None if limit is None else max(limit + (columns if not length else 0), columns + 1)
+        self.target = Target(model, model_kwargs, slots, max_draft_tokens + 1, shortest)
+        windows = [sliding_window_of(layer) for layer in model_kwargs[CACHE_NAME].layers]
+        self.outputs = TokenOutputs(generation_config, rows, windows)
+        self.stats = SpeculationStats(
+            strategy, verifier, self.verifier.lossless, [RowStats() for _ in range(rows)]
+        )
+        self.noise: SharedNoise | None = None
+        self._streamed = 0
+        self._cached_rows: dict[int, Any] = {}
+        self._state: DecodeState | None = None
+        self._returns_cache = bool(generation_config.return_dict_in_generate) or self._users_cache() is not None
+
+    def _users_cache(self) -> Any:
+        cache = self.model_kwargs[CACHE_NAME]
+        return cache if getattr(cache, "_is_user_defined", False) else None
+
+    def begin(self, cached: Sequence[int]) -> DecodeState:
+        """The state after the prompt's forward.
+
+        Args:
+            cached: prompt tokens in the cache per row.
+        """
+        pad = self.generation_config._pad_token_tensor
+        pad_id = 0 if pad is None else int(pad.reshape(-1)[0])
+        self._state = DecodeState(self.input_ids, self.model_kwargs.get("attention_mask"), cached, pad_id)
+        return self._state
+
+    def judge(
+        self, tree: DraftTree, logits: torch.Tensor, state: DecodeState, depth: int
+    ) -> tuple[torch.Tensor, Acceptance]:
+        """Processed scores of every node, shape `(B, N, V)`, and what the verifier makes of them."""
+        scores = logits.to(state.device)
+        if len(self.processors):
+            scores = self.processors.process(scores, tree.tokens.tolist(), tree.parents.tolist(), state)
+        noise = None
+        if self.sampling and self.verifier.uses_noise:
+            noise = self.noise_at(state, depth + 1, scores)
+            if depth:
+                noise = noise.gather(1, tree.depths.unsqueeze(2).expand(-1, -1, noise.shape[2]))
+        return scores, self.verifier.rule(tree, scores, self.sampling, noise)
+
+    def noise_at(self, state: DecodeState, steps: int, scores: torch.Tensor) -> torch.Tensor:
+        """The draws of plain sampling for the next `steps` tokens of each row: shape `(B, steps, V)`."""
+        if self.noise is None:
+            self.noise = SharedNoise(len(self.stats.rows), scores.shape[-1], scores.device)
+        taken = [state.emitted_count(row) for row in range(state.rows)]
+        self.noise.forget_before(min(taken))
+        return self.noise.at([range(first, first + steps) for first in taken], state.row_ids)
+
+    def keep_scores(
+        self, state: DecodeState, paths: Sequence[Sequence[int]], scores: torch.Tensor, logits: torch.Tensor
+    ) -> None:
+        """Collect the scores along each row's accepted path, root included."""
+        for row, path in enumerate(paths):
+            self.outputs.add_scores(state, row, [0, *path], scores.float(), logits.float())
+
+    def stream(self, state: DecodeState, accepted: Sequence[int], emitted: Sequence[Sequence[int]]) -> None:
+        """Hand the streamer every output step that all rows have passed, one call per step as plain `generate` does."""
+        if self.streamer is None:
+            return
+        if len(self.stats.rows) == 1 and hasattr(self.streamer, "on_round"):
+            self.streamer.on_round(accepted=accepted[0], emitted=len(emitted[0]))
+        self._stream_until(min(state.emitted_count(row) for row in range(state.rows)), state)
+
+    def _stream_until(self, steps: int, state: DecodeState) -> None:
+        if self.streamer is None or steps <= self._streamed:
+            return
+        columns = state.sequences(steps)[:, state.input_length :].cpu()
+        for step in range(self._streamed, steps):
+            self.streamer.put(columns[:, step])
+        self._streamed = steps
+
+    def leave(self, state: DecodeState, leaving: set[int], staying: list[int]) -> None:
+        """Rows that ended leave: their K/V is released, or put aside where the caller gets the cache."""
+        cache = self.target.cache
+        assert cache is not None
+        if self._returns_cache:
+            for row in leaving:
+                self._cached_rows[state.row_ids[row]] = cache.row(row, state.length(row) - 1)
+        if staying:
+            self.target.keep(staying)
+            if self.stats.num_spec_steps:
+                self.drafter.keep(staying)
+        state.keep(staying)
+
+    def unfinished(self) -> bool:
+        """Some row is still decoding, here or (under `synced_gpus`) in another process."""
+        assert self._state is not None
+        synced = bool(self.extras.get("synced_gpus"))
+        return self.model._has_unfinished_sequences(not self._state.rows, synced, device=self.input_ids.device)
+
+    def release(self) -> None:
+        """Leave the generator where plain `generate` would leave it after as many output steps."""
+        if self.noise is not None and self._state is not None:
+            counts = [len(self._state.emitted(row)) for row in range(len(self.stats.rows))]
+            steps = max(counts) if self._state.rows else self.ends.steps
+            self.noise.finish(steps)
+
+    def result(self) -> Any:
+        """What `generate` returns: ids, or `SpeculativeOutput` under `return_dict_in_generate`."""
+        state = self._state
+        assert state is not None
+        steps = self.ends.steps
+        self._stream_until(steps, state)
+        if self.streamer is not None:
+            self.streamer.end()
+        for row_id in range(len(self.stats.rows)):
+            self.stats.trim(row_id, steps)
+        sequences = state.sequences(steps)
+        cache = self._filled_cache(state, steps) if self._returns_cache else None
+        if not self.generation_config.return_dict_in_generate:
+            return sequences
+        self.stats.target_forwards = self.target.forwards
+        self.stats.draft_forwards = self.drafter.forwards
+        outputs = self.outputs.finish(steps)
+        return SpeculativeOutput(sequences=sequences, speculation=self.stats, **{CACHE_NAME: cache}, **outputs)
+
+    def _filled_cache(self, state: DecodeState, steps: int) -> Any:
+        """The cache of the call as plain `generate` leaves it: all columns but the last."""
+        cache = self.model_kwargs[CACHE_NAME]
+        rows = [self._cached_rows[row] for row in range(len(self.stats.rows))]
+        prompt = state.input_length or self.model_kwargs["inputs_embeds"].shape[1]
+        mask = self.model_kwargs.get("attention_mask")
+        offsets = [0] * len(rows) if mask is None else (mask.shape[1] - mask.sum(1)).tolist()
+        return fill_cache(cache, rows, offsets, prompt + steps - 1)

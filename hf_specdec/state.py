@@ -1,0 +1,175 @@
+"""What has been decoded so far. One writer, `loop.py`; drafters and controllers get the read-only `DecodeView`.
+
+Tokens of a row count from column 0, left padding stripped. Invariant: slot i of row b of the target's cache holds the
+K/V of token i of that row, for `i < length(b) - 1`; the last committed token, the root, is not in the cache yet.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the controller grants for one round: `depth` tokens, `width` children per node, `nodes` with the root."""
+
+    depth: int
+    width: int
+    nodes: int
+
+    @classmethod
+    def chain(cls, depth: int) -> "Plan":
+        """A chain of `depth` tokens."""
+        return cls(depth, 1, depth + 1)
+
+    def within(self, depth: int) -> "Plan":
+        """The plan with at most `depth` tokens below the root."""
+        if depth >= self.depth:
+            return self
+        depth = max(depth, 0)
+        return Plan(depth, self.width, min(self.nodes, 1 + depth) if self.width == 1 or not depth else self.nodes)
+
+
+class DecodeView:
+    """Read-only view of the rows that are still decoding.
+
+    `unseen[b]` counts prompt positions of row b without token ids (an `inputs_embeds` prompt); they come first, and
+    `length(b)` includes them.
+    """
+
+    def __init__(
+        self,
+        sequences: list[list[int]],
+        prompt_lengths: list[int],
+        unseen: list[int],
+        row_ids: list[int],
+        device: torch.device,
+    ):
+        self._sequences = sequences
+        self._prompt_lengths = prompt_lengths
+        self._unseen = unseen
+        self._row_ids = row_ids
+        self.device = device
+
+    @classmethod
+    def of_sequences(
+        cls, sequences: list[list[int]], device: torch.device | str = "cpu", prompt_lengths: list[int] | None = None
+    ) -> "DecodeView":
+        """A view over plain lists of token ids, for tests and for stock assisted decoding."""
+        lengths = list(map(len, sequences)) if prompt_lengths is None else prompt_lengths
+        rows = len(sequences)
+        return cls(sequences, lengths, [0] * rows, list(range(rows)), torch.device(device))
+
+    @property
+    def rows(self) -> int:
+        """B, the number of rows still decoding."""
+        return len(self._sequences)
+
+    @property
+    def row_ids(self) -> Sequence[int]:
+        """Position of each row in the caller's batch."""
+        return tuple(self._row_ids)
+
+    def tokens(self, row: int) -> Sequence[int]:
+        """Committed token ids of a row, prompt first, root last. Do not modify."""
+        return self._sequences[row]
+
+    def root(self, row: int) -> int:
+        """The last committed token of a row."""
+        return self._sequences[row][-1]
+
+    def roots(self) -> list[int]:
+        """The last committed token of each row."""
+        return [sequence[-1] for sequence in self._sequences]
+
+    def length(self, row: int) -> int:
+        """Committed tokens of a row, root included."""
+        return len(self._sequences[row]) + self._unseen[row]
+
+    def lengths(self) -> list[int]:
+        """`length` of each row."""
+        return [self.length(row) for row in range(self.rows)]
+
+    def prompt_length(self, row: int) -> int:
+        """How many of `tokens(row)` came from the prompt."""
+        return self._prompt_lengths[row]
+
+
+class DecodeState(DecodeView):
+    """The writable state, with the caller's whole batch in the columns of plain `generate`.
+
+    Args:
+        input_ids: the prompt, `LongTensor` of shape `(rows, L)`, padding included.
+        attention_mask: shape `(rows, L)`, or None for all ones.
+        cached: prompt tokens in the cache per row.
+        pad_token_id: what stands after the end of a finished row.
+    """
+
+    def __init__(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cached: Sequence[int], pad_token_id: int
+    ):
+        rows, self.input_length = input_ids.shape
+        prompts = input_ids.tolist()
+        if attention_mask is not None and attention_mask.shape == input_ids.shape:
+            kept = attention_mask.tolist()
+            prompts = [[token for token, real in zip(ids, mask) if real] for ids, mask in zip(prompts, kept)]
+        unseen = [count - len(prompt) for count, prompt in zip(cached, prompts, strict=True)]
+        super().__init__(prompts, list(map(len, prompts)), unseen, list(range(rows)), input_ids.device)
+        self._emitted: list[list[int]] = [[] for _ in range(rows)]
+        self._pad_token_id = pad_token_id
+        self._grid = input_ids
+
+    def emitted(self, row_id: int) -> list[int]:
+        """Tokens that a row of the caller's batch has emitted."""
+        return self._emitted[row_id]
+
+    def emitted_count(self, row: int) -> int:
+        """Tokens that a row still decoding has emitted; its next output step."""
+        return len(self._emitted[self._row_ids[row]])
+
+    def padded_length(self, row: int) -> int:
+        """Columns of a row in plain `generate`'s batch."""
+        return self.input_length + self.emitted_count(row)
+
+    def padded(self, length: int, added: dict[int, Sequence[int]], device: torch.device) -> torch.Tensor:
+        """The caller's whole batch as plain `generate` would have it at `length` columns: shape `(rows, length)`.
+
+        Args:
+            added: tokens not yet committed, by row id; they follow the row's committed ones.
+        """
+        missing = length - self._grid.shape[1]
+        if missing > 0:
+            fill = self._grid.new_full((self._grid.shape[0], max(missing, self._grid.shape[1])), self._pad_token_id)
+            self._grid = torch.cat([self._grid, fill], dim=1)
+        batch = self._grid[:, :length].clone()
+        for row_id, tokens in added.items():
+            start = self.input_length + len(self._emitted[row_id])
+            tokens = tokens[: max(length - start, 0)]
+            if tokens:
+                batch[row_id, start : start + len(tokens)] = torch.tensor(tokens, device=batch.device)
+        return batch.to(device)
+
+    def commit(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Append what each row still decoding emitted."""
+        for row, tokens in enumerate(emitted):
+            row_id = self._row_ids[row]
+            start = self.input_length + len(self._emitted[row_id])
+            if start + len(tokens) > self._grid.shape[1]:
+                self.padded(start + len(tokens), {}, self.device)
+            self._grid[row_id, start : start + len(tokens)] = torch.tensor(tokens, device=self._grid.device)
+            self._sequences[row].extend(tokens)
+            self._emitted[row_id].extend(tokens)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Only these rows stay."""
+        for name in ("_sequences", "_prompt_lengths", "_unseen", "_row_ids"):
+            values = getattr(self, name)
+            setattr(self, name, [values[row] for row in rows])
+
+    def sequences(self, steps: int) -> torch.Tensor:
+        """Prompt and the first `steps` emitted tokens of every row, padded: shape `(rows, L + steps)`."""
+        batch = self.padded(self.input_length + steps, {}, self.device)
+        for row_id, tokens in enumerate(self._emitted):
+            batch[row_id, self.input_length + len(tokens[:steps]) :] = self._pad_token_id
+        return batch

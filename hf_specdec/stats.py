@@ -1,0 +1,193 @@
+"""What happened in a call: per round for the controller, in total and per row for the user.
+
+Terms. A round is one draft and one verify forward. Drafted: a proposed token that was judged. Accepted: a drafted token
+that became output. Emitted: accepted tokens plus the target's own token. A token that a stop cut off was not judged, so
+it counts neither as drafted nor as rejected. Names and definitions are vLLM's where it has them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from .state import Plan
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One round, as a controller learns from it. Times in seconds.
+
+    Args:
+        plan: what was granted.
+        rows: rows in the round.
+        context: committed tokens of the longest row.
+        drafted: judged draft tokens per row.
+        accepted: accepted draft tokens per row.
+    """
+
+    plan: Plan
+    rows: int
+    context: int
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    draft_seconds: float
+    verify_seconds: float
+    step_seconds: float
+
+
+@dataclass
+class RowStats:
+    """Counts of one row of the caller's batch."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_emitted_tokens: int = 0
+    token_sources: list[bool] = field(default_factory=list)
+    """Per emitted token: True for an accepted draft token, False for the target's own."""
+
+
+@dataclass
+class SpeculationStats:
+    """Counts and times of one call. Rounds are counted per row: a round of B rows counts B times."""
+
+    strategy: str
+    verifier: str
+    lossless: bool
+    rows: list[RowStats]
+    acceptance_histogram: list[int] = field(default_factory=list)
+    """Entry i: rounds in which i draft tokens were accepted."""
+    drafted_at_depth: list[int] = field(default_factory=list)
+    """Entry i: rounds in which a token at depth i + 1 was judged."""
+    accepted_at_depth: list[int] = field(default_factory=list)
+    target_forwards: int = 0
+    draft_forwards: int = 0
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    """In forward passes of a draft model."""
+    verify_seconds: float = 0.0
+    """In forward passes of the target, prefill left out."""
+    other_seconds: float = 0.0
+    """In rounds, outside the models."""
+    notes: list[str] = field(default_factory=list)
+    """Why drafting was held back, where it was."""
+
+    @property
+    def num_spec_steps(self) -> int:
+        """Rounds, summed over rows."""
+        return sum(row.num_spec_steps for row in self.rows)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens that were judged."""
+        return sum(row.num_draft_tokens for row in self.rows)
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        """Draft tokens that became output."""
+        return sum(row.num_accepted_draft_tokens for row in self.rows)
+
+    @property
+    def num_emitted_tokens(self) -> int:
+        """New tokens of all rows, the one from the prefill included."""
+        return sum(row.num_emitted_tokens for row in self.rows)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / rounds: tokens per row and round."""
+        return 1 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted / drafted."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Entry i: of the tokens judged at depth i + 1, the share that was accepted."""
+        return [hit / tried for hit, tried in zip(self.accepted_at_depth, self.drafted_at_depth)]
+
+    @property
+    def total_seconds(self) -> float:
+        """Time of the call from the start of its prefill."""
+        return self.prefill_seconds + self.draft_seconds + self.verify_seconds + self.other_seconds
+
+    @property
+    def overhead_share(self) -> float:
+        """Share of the rounds' time that was spent outside the models' forward passes."""
+        rounds = self.draft_seconds + self.verify_seconds + self.other_seconds
+        return self.other_seconds / rounds if rounds else 0.0
+
+    def note(self, reason: str) -> None:
+        """Add a reason once."""
+        if reason not in self.notes:
+            self.notes.append(reason)
+
+    def count_round(self, row_id: int, drafted: int, deepest: int, accepted: int, emitted: int) -> None:
+        """Count one round of one row.
+
+        Args:
+            drafted: judged draft tokens.
+            deepest: the largest depth that was judged.
+            accepted: accepted draft tokens.
+            emitted: tokens emitted, `accepted + 1` unless a stop cut the round.
+        """
+        row = self.rows[row_id]
+        row.num_spec_steps += 1
+        row.num_draft_tokens += drafted
+        row.num_accepted_draft_tokens += accepted
+        _add_at(self.acceptance_histogram, accepted)
+        for depth in range(deepest):
+            _add_at(self.drafted_at_depth, depth)
+        for depth in range(accepted):
+            _add_at(self.accepted_at_depth, depth)
+        self.accepted_at_depth += [0] * (len(self.drafted_at_depth) - len(self.accepted_at_depth))
+        self.count_emitted(row_id, accepted, emitted)
+
+    def count_emitted(self, row_id: int, accepted: int, emitted: int) -> None:
+        """Count emitted tokens, the accepted ones first."""
+        row = self.rows[row_id]
+        row.num_emitted_tokens += emitted
+        row.token_sources += [True] * accepted + [False] * (emitted - accepted)
+
+    def count_times(self, round_seconds: float, target_seconds: float, draft_seconds: float) -> None:
+        """Add the times of a round."""
+        self.verify_seconds += target_seconds
+        self.draft_seconds += draft_seconds
+        self.other_seconds += round_seconds - target_seconds - draft_seconds
+
+    def trim(self, row_id: int, steps: int) -> None:
+        """Forget tokens of a row that ran ahead of the end of the batch."""
+        row = self.rows[row_id]
+        surplus = row.token_sources[steps:]
+        row.num_accepted_draft_tokens -= sum(surplus)
+        row.num_draft_tokens -= sum(surplus)
+        del row.token_sources[steps:]
+        row.num_emitted_tokens = len(row.token_sources)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts, rates and times, JSON-able."""
+        names = (
+            "strategy verifier lossless num_spec_steps num_draft_tokens num_accepted_draft_tokens num_emitted_tokens "
+            "mean_acceptance_length draft_acceptance_rate acceptance_histogram acceptance_by_depth target_forwards "
+            "draft_forwards prefill_seconds draft_seconds verify_seconds other_seconds total_seconds overhead_share notes"
+        ).split()
+        return {name: getattr(self, name) for name in names}
+
+
+def _add_at(counts: list[int], index: int) -> None:
+    counts += [0] * (index + 1 - len(counts))
+    counts[index] += 1
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """Plain `generate`'s output with what speculation did.
+
+    Args:
+        speculation: counts and times of the call.
+    """
+
+    sequences: torch.LongTensor | None = None  # type: ignore[assignment]
+    speculation: SpeculationStats | None = None

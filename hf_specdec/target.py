@@ -1,0 +1,278 @@
+"""A model behind a slot cache: what it can do, the one mask rule, the prefill and the verify forward.
+
+The mask rule: the query at node i of row b sees slots `< length(b) - 1`, its ancestors and itself, further cut by the
+layer's window in positions. `SlotModel` serves the target and a draft model alike; `Target` adds what only the target
+needs. Prefill is plain `generate`'s own, with the cache that `generate` prepared; its K/V are then taken over.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from .attention import PACKED_SDPA, verifying
+from .cache import SlotCache
+from .capability import check_model
+from .compat import CACHE_NAME, sliding_window_of
+from .tree import DraftTree, ancestors
+
+PREFILL_ONLY = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "logits_to_keep", "inputs_embeds")
+SPARE_SLOTS = 128
+
+
+def visible(
+    lengths: torch.Tensor, parents: torch.Tensor, window: int | None, chunk: int | None, slots: int
+) -> torch.Tensor:
+    """The mask rule. `BoolTensor` of shape `(B, N, S)`: may node i of row b see slot s?
+
+    Args:
+        lengths: `LongTensor` of shape `(B,)`, committed tokens, root included. Node j sits at slot `lengths - 1 + j`.
+        parents: `LongTensor` of shape `(B, N)`.
+        window: positions that a sliding layer sees, its own included; None for all.
+        chunk: positions per chunk of a chunked layer; None for all.
+        slots: S.
+    """
+    return _visible(lengths, ancestors(parents), window, chunk, slots)
+
+
+def _visible(
+    lengths: torch.Tensor, seen: torch.Tensor, window: int | None, chunk: int | None, slots: int
+) -> torch.Tensor:
+    rows, size = seen.shape[:2]
+    base = (lengths - 1).unsqueeze(1)
+    slot = torch.arange(slots, device=lengths.device).expand(rows, -1)
+    node = slot - base
+    committed = node < 0
+    scratch = seen.gather(2, node.clamp(0, size - 1).unsqueeze(1).expand(-1, size, -1))
+    mask = committed.unsqueeze(1) | (scratch & (node < size).unsqueeze(1))
+    if window is None and chunk is None:
+        return mask
+    depth = seen.sum(-1) - 1
+    query_index = (base + depth).unsqueeze(2)
+    node_index = base + depth.gather(1, node.clamp(0, size - 1))
+    key_index = torch.where(committed, slot, node_index).unsqueeze(1)
+    if window is not None:
+        mask = mask & (key_index > query_index - window)
+    if chunk is not None:
+        mask = mask & (key_index // chunk == query_index // chunk)
+    return mask
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What a forward brings.
+
+    Args:
+        logits: shape `(B, N, V)`; row i predicts the token after node i.
+        raw: the model's own output, for hidden states and attentions.
+    """
+
+    logits: torch.Tensor
+    raw: Any
+
+
+class SlotModel:
+    """A decoder-only model with its own slot cache. Rows may have different lengths.
+
+    Args:
+        model: the model; its `forward` is used as it is.
+        limit: slots that a row will never exceed, or None.
+    """
+
+    def __init__(self, model: PreTrainedModel, limit: int | None):
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        self._limit = limit
+        self._layer_types = mask_types(self.config)
+        self._additive = self.config._attn_implementation not in ("sdpa", PACKED_SDPA)
+        self._offset: torch.Tensor | None = None
+        self._rest: dict[str, Any] = {}
+        self.cache: SlotCache | None = None
+        self.forwards = 0
+        self.forward_seconds = 0.0
+
+    @contextmanager
+    def timed(self, forwards: int = 1) -> Iterator[None]:
+        """Count what runs inside as forward passes of this model."""
+        started = time.perf_counter()
+        yield
+        self.forward_seconds += time.perf_counter() - started
+        self.forwards += forwards
+
+    def prefill(self, cache: Cache, attention_mask: torch.Tensor) -> list[int]:
+        """Take over the K/V of a prefill that has run. Returns the tokens in the cache per row.
+
+        Args:
+            cache: the cache that it filled.
+            attention_mask: shape `(B, L)`, with the columns of an earlier turn.
+        """
+        rows, length = attention_mask.shape
+        real = attention_mask.bool()
+        order = (~real).long().argsort(dim=1, stable=True)
+        slots = torch.empty_like(order).scatter_(1, order, torch.arange(length, device=order.device).expand(rows, -1))
+        self.cache = SlotCache(cache, slots, length + SPARE_SLOTS, self._limit)
+        return real.sum(1).tolist()
+
+    def position_offset(self, position_ids: torch.Tensor, lengths: Sequence[int]) -> None:
+        """Remember by how much each row's positions differ from its token indices: shape `(..., B, 1)`."""
+        counted = torch.tensor(lengths, device=position_ids.device).unsqueeze(1)
+        self._offset = position_ids[..., -1:] - (counted - 1)
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        seen: torch.Tensor,
+        lengths: Sequence[int],
+        keep_last: bool = False,
+        window: int | None = None,
+    ) -> Any:
+        """One forward over a block of nodes; node j of row b is written to slot `lengths[b] - 1 + j`.
+
+        Args:
+            tokens: `LongTensor` of shape `(B, N)`.
+            seen: `BoolTensor` of shape `(B, N, N)`: the nodes that each node sees, see `tree.ancestors`.
+            lengths: committed tokens of each row, node 0 included.
+            keep_last: only the last node's logits are wanted.
+            window: positions that the model has; nodes beyond get the last one, their output is not used.
+        """
+        assert self.cache is not None
+        device = tokens.device
+        size = tokens.shape[1]
+        counted = torch.tensor(lengths, device=device)
+        nodes = torch.arange(size, device=device)
+        self.cache.begin((counted - 1).unsqueeze(1) + nodes, lengths, size, len(set(lengths)) == 1)
+        index = (counted - 1).unsqueeze(1) + seen.sum(-1) - 1
+        positions = index if self._offset is None else index + self._offset
+        if window is not None:
+            positions = positions.clamp(max=window - 1)
+        masks = self._masks(counted, seen)
+        inputs = self._inputs(tokens, masks, positions, keep_last)
+        with self.timed(), verifying():
+            return self.model(**inputs, return_dict=True)
+
+    def _inputs(self, tokens: torch.Tensor, masks: Any, positions: torch.Tensor, keep_last: bool) -> dict[str, Any]:
+        inputs = {"input_ids": tokens, "attention_mask": masks, "position_ids": positions, "use_cache": True}
+        if keep_last:
+            inputs["logits_to_keep"] = 1
+        return {**inputs, CACHE_NAME: self.cache}
+
+    def _masks(self, lengths: torch.Tensor, seen: torch.Tensor) -> Any:
+        """The mask in the form that the model takes: one, or one per layer type."""
+        assert self.cache is not None
+        masks = {}
+        for name, (window, chunk) in self._layer_types.items():
+            mask = _visible(lengths, seen, window, chunk, self.cache.visible).unsqueeze(1)
+            if self._additive:
+                floor = torch.finfo(self.model.dtype).min
+                mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill_(~mask, floor)
+            masks[name] = mask
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Only these rows stay."""
+        assert self.cache is not None
+        count = self.cache.rows
+        self.cache.keep(rows)
+
+        def select(value: Any, axis: int) -> Any:
+            return value.index_select(axis, torch.tensor(list(rows), device=value.device))
+
+        if self._offset is not None and self._offset.shape[-2] == count:
+            self._offset = select(self._offset, self._offset.dim() - 2)
+        for name, value in self._rest.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == count:
+                self._rest[name] = select(value, 0)
+
+
+def mask_types(config: Any) -> dict[str, tuple[int | None, int | None]]:
+    """`(window, chunk)` per layer type of the masks that the model takes; a single entry where all layers agree."""
+    layers = DynamicCache(config=config).layers
+    window = next((each for layer in layers if (each := sliding_window_of(layer)) is not None), None)
+    kinds = {
+        "full_attention": (None, None),
+        "sliding_attention": (window, None),
+        "chunked_attention": (None, getattr(config, "attention_chunk_size", None)),
+    }
+    names = [name for name in kinds if name in (getattr(config, "layer_types", None) or ())]
+    return {name: kinds[name] for name in names} if names else {"all": (window, None)}
+
+
+class Target(SlotModel):
+    """The target: prefill as plain `generate`, verify through the model's own input preparation.
+
+    Raises `UnsupportedModelError` at construction when the prepared cache or the model cannot verify a block exactly.
+
+    Args:
+        model: the user's model.
+        model_kwargs: what `generate` prepared for `forward`, the cache included.
+        max_length: columns after which generation ends, or None.
+        spare: nodes that a verify pass may have.
+        prompt_length: tokens of the shortest prompt.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        model_kwargs: dict[str, Any],
+        max_length: int | None,
+        spare: int,
+        prompt_length: int,
+    ):
+        check_model(model, model_kwargs, max_length, prompt_length)
+        super().__init__(model, None if max_length is None else max_length + spare)
+        self._model_kwargs = model_kwargs
+
+    def start(self, input_ids: torch.Tensor, generation_config: Any) -> tuple[TargetOutput, list[int]]:
+        """Run the prompt. Returns the last position's logits, shape `(B, 1, V)`, and the prompt tokens per row."""
+        kwargs = self._model_kwargs
+        with self.timed():
+            outputs = self.model._prefill(input_ids, generation_config, kwargs)
+        embeds = kwargs.get("inputs_embeds")
+        length = input_ids.shape[1] if embeds is None else embeds.shape[1]
+        mask = kwargs.get("attention_mask")
+        if mask is None:
+            mask = torch.ones(outputs.logits.shape[0], length, dtype=torch.long, device=outputs.logits.device)
+        lengths = self.prefill(outputs[CACHE_NAME], mask)
+        if (positions := kwargs.get("position_ids")) is not None:
+            self.position_offset(positions, lengths)
+        dropped = (*PREFILL_ONLY, "attention_mask", "position_ids", CACHE_NAME)
+        self._rest = {name: value for name, value in kwargs.items() if name not in dropped}
+        return TargetOutput(outputs.logits[:, -1:], outputs), lengths
+
+    def verify(self, tree: DraftTree, lengths: Sequence[int]) -> TargetOutput:
+        """One forward over all nodes of all rows."""
+        outputs = self.run(tree.tokens, tree.seen, lengths)
+        return TargetOutput(outputs.logits, outputs)
+
+    def _inputs(self, tokens: torch.Tensor, masks: Any, positions: torch.Tensor, keep_last: bool) -> dict[str, Any]:
+        return self.model.prepare_inputs_for_generation(
+            tokens,
+            attention_mask=masks,
+            position_ids=positions,
+            is_first_iteration=False,
+            **{CACHE_NAME: self.cache},
+            **self._rest,
+        )
+
+    def settle(self, row: int, root_slot: int, path: Sequence[int]) -> None:
+        """Bring the K/V of an accepted path in place: its d-th node belongs at slot `root_slot + d`.
+
+        Args:
+            row: a row of the last verify pass.
+            root_slot: slot of the root.
+            path: accepted nodes below the root, root side first.
+        """
+        assert self.cache is not None
+        first = next((depth for depth, node in enumerate(path, start=1) if node != depth), None)
+        if first is not None:
+            self.cache.move(row, [root_slot + node for node in path[first - 1 :]], root_slot + first)
+
+    def idle(self) -> None:
+        """A forward that means nothing, while other processes still step in lock-step."""
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+        self.model(input_ids=token, use_cache=False)
