@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
@@ -73,14 +73,15 @@ AttentionMaskInterface.register(PACKED_SDPA, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"
 
 
 @contextmanager
-def packed_attention(config: PreTrainedConfig) -> Iterator[None]:
+def packed_attention(model: PreTrainedModel) -> Iterator[None]:
     """Route a model with sdpa attention through `packed_sdpa` while at least one call is in here.
 
-    Args:
-        config: the decoder's configuration; its attention name is put back when the last call leaves.
+    Only models that look their attention function up by name are touched. The name in the decoder's configuration is
+    put back when the last call leaves.
     """
+    config = model.config.get_text_config(decoder=True)
     with _lock:
-        installed = config._attn_implementation == "sdpa" or id(config) in _users
+        installed = config._attn_implementation == "sdpa" and model._supports_attention_backend or id(config) in _users
         if installed:
             _users[id(config)] = _users.get(id(config), 0) + 1
             if _users[id(config)] == 1:

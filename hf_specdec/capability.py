@@ -22,21 +22,28 @@ def refuse(model: PreTrainedModel, reason: str, advice: str = ADVICE) -> None:
     raise UnsupportedModelError(f"{type(model).__name__} cannot decode speculatively: {reason} {advice}")
 
 
-def check_model(
-    model: PreTrainedModel, model_kwargs: dict[str, Any], max_length: int | None, prompt_length: int
-) -> None:
+def check_model(model: PreTrainedModel, cache: Any) -> None:
     """Raise `UnsupportedModelError` unless a block of draft tokens can be verified and rolled back exactly.
 
     Args:
-        max_length: tokens after which generation ends, or None.
-        prompt_length: tokens of the shortest prompt in the batch.
+        cache: what `generate` prepared.
     """
+    check_architecture(model)
+    check_cache(model, cache)
+
+
+def check_architecture(model: PreTrainedModel) -> None:
+    """What can be said before `generate` prepares anything."""
     if model.config.is_encoder_decoder:
         refuse(model, "encoder-decoder models are not supported yet.")
-    check_cache(model, model_kwargs.get(CACHE_NAME))
+    if model._is_stateful:
+        refuse(model, "it carries a recurrent state, which cannot be rolled back after a rejected draft.")
     config = model.config.get_text_config(decoder=True)
     check_cache(model, DynamicCache(config=config))
-    check_positions(model, config, max_length, prompt_length)
+    if "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", False):
+        refuse(model, "its positions (ALiBi or counted by the model) cannot be given for each draft token.")
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        refuse(model, "its local attention layers count from the end of the cache.")
     attention = config._attn_implementation
     if attention not in ("sdpa", "eager", None, PACKED_SDPA):
         refuse(
@@ -63,12 +70,14 @@ def check_cache(model: PreTrainedModel, cache: Any) -> None:
         refuse(model, f"its layers slide over windows of different lengths ({sorted(windows)}).")
 
 
-def check_positions(model: PreTrainedModel, config: Any, max_length: int | None, prompt_length: int) -> None:
-    """Positions must be given per token; position schemes that look at the whole block are refused."""
-    if "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", False):
-        refuse(model, "its positions (ALiBi or counted by the model) cannot be given for each draft token.")
-    if "local" in (getattr(config, "attention_layers", None) or ()):
-        refuse(model, "its local attention layers count from the end of the cache.")
+def check_rotary(model: PreTrainedModel, max_length: int | None, prompt_length: int) -> None:
+    """Raise `UnsupportedModelError` where rotary positions would change for all tokens in the middle of the text.
+
+    Args:
+        max_length: tokens after which generation ends, or None.
+        prompt_length: tokens of the shortest prompt in the batch.
+    """
+    config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
     for each in kinds:

@@ -27,7 +27,12 @@ from .mixin import enable
 from .stats import SpeculationStats
 from .verify import VERIFIERS
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0])
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Speculative decoding for Hugging Face generate.",
+)
 
 PLAIN = "none"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -130,9 +135,7 @@ def build_config(
             if required and field.name not in options:
                 flag = "--draft-model NAME" if field.name == "model" else f"--option {field.name}=VALUE"
                 raise SpecDecError(f"Strategy {name!r} needs {known[name].needs}; give {flag}.")
-    return SpecDecConfig(
-        strategy=name, strategy_options=options, verifier=verifier, max_draft_tokens=max_draft_tokens
-    )
+    return SpecDecConfig(strategy=name, strategy_options=options, verifier=verifier, max_draft_tokens=max_draft_tokens)
 
 
 def load(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -140,9 +143,13 @@ def load(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, Pr
     if dtype not in DTYPES:
         raise SpecDecError(f"--dtype {dtype!r} is not known; give one of {', '.join(DTYPES)}.")
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
-    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
+        model.to(device).eval()
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # transformers and torch raise all of these
+        raise SpecDecError(f"{name} cannot be loaded onto {device!r}: {error}") from error
     return enable(model), tokenizer
 
 
@@ -205,7 +212,9 @@ def generate(
     verifier: Annotated[str, typer.Option(help=f"Acceptance rule: {', '.join(VERIFIERS)}.")] = "exact",
     max_draft_tokens: Annotated[int | None, typer.Option(help="Longest draft per round.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sample at this temperature; else greedy.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Sample at this temperature; else greedy.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[str, typer.Option(help=f"Weights' type: {', '.join(DTYPES)}.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Default: the GPU where there is one.")] = None,

@@ -42,6 +42,7 @@ class SpecDecConfig:
             raise SpecDecError(
                 f"max_draft_tokens={length!r} is not a number of tokens; give an integer >= 0, or None for the default."
             )
+        object.__setattr__(self, "strategy_options", dict(self.strategy_options))
         strategy = self.strategy
         if isinstance(strategy, str):
             strategy = build_strategy(strategy, dict(self.strategy_options))

@@ -68,17 +68,25 @@ galleries and a workshop in which visitors can watch glass being blown every aft
 "Sand and Fire", shows 140 pieces from twelve countries, among them a Roman bowl that has never been on public \
 display. Admission is free for children under twelve. Tickets can be booked on the museum's website from 1 August."""
 
+# The kinds alternate, so that any first part of the list is a fair mixture.
 PROMPTS = (
-    DemoPrompt("chat", "Can you give me five tips for learning to cook as a beginner? Explain each in a sentence or two."),
-    DemoPrompt("chat", "Write a short, friendly message that invites my neighbours to a street party on Saturday."),
-    DemoPrompt("chat", "Explain to a ten-year-old why the sky is blue and why sunsets are red."),
-    DemoPrompt("rewriting", f"Correct the grammar and spelling of this text. Change nothing else.\n\n{BAKERY_REVIEW}"),
-    DemoPrompt("rewriting", f"Repeat this press release word for word, with the name Lindqvist replaced by Larsen.\n\n{PRESS_RELEASE}"),
+    DemoPrompt("chat", "Give me five tips for learning to cook as a beginner. Explain each in a sentence or two."),
+    DemoPrompt(
+        "code edit", f"Rename the method `add` to `add_item`. Return the whole class.\n\n```python\n{CART_CODE}\n```"
+    ),
     DemoPrompt("summarising", f"Summarise these minutes in three sentences.\n\n{MEETING_NOTES}"),
-    DemoPrompt("summarising", f"List every decision and every task in these minutes, quoting the words used.\n\n{MEETING_NOTES}"),
-    DemoPrompt("code edit", f"Rename the method `add` to `add_item` and return the whole class.\n\n```python\n{CART_CODE}\n```"),
-    DemoPrompt("code edit", f"Set `enabled` to true for every sensor and return the whole file.\n\n```json\n{SETTINGS_JSON}\n```"),
+    DemoPrompt("rewriting", f"Correct the grammar and spelling of this text. Change nothing else.\n\n{BAKERY_REVIEW}"),
+    DemoPrompt(
+        "maths",
+        "A train covers 180 km in 2 hours, then 150 km in 1.5 hours. What is its average speed? Show each step.",
+    ),
     DemoPrompt("extraction", f"Write one line for each order: number, name and e-mail address.\n\n{ORDERS}"),
-    DemoPrompt("maths", "A train covers 180 km in 2 hours and then 150 km in 1.5 hours. Show each step: what is its average speed?"),
+    DemoPrompt("chat", "Write a short, friendly message that invites my neighbours to a street party on Saturday."),
+    DemoPrompt("rewriting", f"Repeat this press release, with Lindqvist replaced by Larsen.\n\n{PRESS_RELEASE}"),
     DemoPrompt("maths", "Write the multiplication table of 7 from 7 x 1 to 7 x 15, one product per line."),
+    DemoPrompt(
+        "code edit", f"Set `enabled` to true for every sensor. Return the whole file.\n\n```json\n{SETTINGS_JSON}\n```"
+    ),
+    DemoPrompt("summarising", f"List every decision in these minutes, quoting the words used.\n\n{MEETING_NOTES}"),
+    DemoPrompt("chat", "Explain to a ten-year-old why the sky is blue and why sunsets are red."),
 )

@@ -31,6 +31,7 @@ def changes_when_called(processor: Any, input_ids: torch.Tensor, vocab_size: int
     devices = [input_ids.device] if input_ids.device.type == "cuda" else []
     prints = []
     with torch.random.fork_rng(devices=devices):
+        before = torch.get_rng_state()
         for prefix in (first, longer):
             try:
                 trial(prefix, torch.zeros(prefix.shape[0], vocab_size, device=prefix.device))
@@ -39,6 +40,8 @@ def changes_when_called(processor: Any, input_ids: torch.Tensor, vocab_size: int
                     return None
                 return f"fails when called twice ({type(error).__name__}: {error})"
             prints.append(fingerprint(trial))
+        if not torch.equal(before, torch.get_rng_state()):
+            return "draws from the global generator"
     return "keeps state between calls" if prints[0] != prints[1] else None
 
 

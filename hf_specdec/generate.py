@@ -10,6 +10,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from .attention import packed_attention
+from .capability import check_model
 from .compat import CACHE_NAME, decode_context, lost_keywords
 from .config import SpecDecConfig
 from .control import SCHEDULES
@@ -69,6 +70,7 @@ def run(
         model_kwargs: what goes to `forward`, the cache included.
     """
     check_options(vars(generation_config))
+    check_model(model, model_kwargs.get(CACHE_NAME))
     check_combination(config)
     check_cache_argument(input_ids, generation_config, model_kwargs)
     strategy = config.resolved
@@ -89,7 +91,7 @@ def run(
     with ExitStack() as stack:
         stack.callback(request.drafter.finish)
         stack.callback(request.release)
-        stack.enter_context(packed_attention(request.target.config))
+        stack.enter_context(packed_attention(model))
         stack.enter_context(decode_context(model))
         decode(request)
     return request.result()
@@ -111,12 +113,8 @@ def check_cache_argument(
 ) -> None:
     """Raise `UnsupportedOptionError` when a filled cache comes without the ids of what it holds."""
     cache = model_kwargs.get(CACHE_NAME)
-    if cache is None or not hasattr(cache, "get_seq_length") or not cache.layers:
-        return
-    try:
-        filled = cache.get_seq_length()
-    except ValueError:
-        return
+    assert cache is not None
+    filled = cache.get_seq_length() if cache.layers else 0
     mask = model_kwargs.get("attention_mask")
     columns = getattr(generation_config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
     if filled and (input_ids.shape[1] <= filled or columns > input_ids.shape[1]):

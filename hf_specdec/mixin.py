@@ -9,6 +9,7 @@ from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from .capability import check_architecture
 from .compat import needs_synced_gpus
 from .config import SpecDecConfig
 from .errors import SpecDecError, UnsupportedOptionError
@@ -47,6 +48,7 @@ class SpeculativeGenerationMixin(GenerationMixin):
         given = {**dict(zip(parameters, args)), **kwargs}
         if given.get("custom_generate") is not None:
             raise UnsupportedOptionError("`custom_generate` and `assistant_strategy` are two decoding loops; give one.")
+        check_architecture(self)
         check_options(self._effective_options(given))
         extras = {name: given[name] for name in EXTRAS if given.get(name) is not None}
         if "synced_gpus" not in extras:

@@ -12,7 +12,7 @@ from .errors import UnsupportedOptionError
 HONOURED = frozenset(
     # parameters of `generate`
     "self inputs generation_config logits_processor stopping_criteria prefix_allowed_tokens_fn synced_gpus streamer "
-    "custom_generate kwargs "
+    "custom_generate kwargs tokenizer assistant_tokenizer trust_remote_code "
     # lengths and ends
     "max_length max_new_tokens min_length min_new_tokens max_time stop_strings eos_token_id pad_token_id bos_token_id "
     "forced_bos_token_id forced_eos_token_id decoder_start_token_id num_return_sequences "

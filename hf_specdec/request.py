@@ -81,7 +81,7 @@ class Request:
         columns = length if embeds is None else embeds.shape[1]
         shortest = columns if mask is None else int(mask.sum(1).min())
         slots = None if limit is None else max(limit + (columns if not length else 0), columns + 1)
-        self.target = Target(model, model_kwargs, slots, max_draft_tokens + 1, shortest)
+        self.target = Target(model, model_kwargs, slots, max_draft_tokens + 1, shortest, input_ids.device)
         windows = [sliding_window_of(layer) for layer in model_kwargs[CACHE_NAME].layers]
         self.outputs = TokenOutputs(generation_config, rows, windows)
         self.stats = SpeculationStats(

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .attention import PACKED_SDPA, verifying
 from .cache import SlotCache
-from .capability import check_model
+from .capability import check_rotary
 from .compat import CACHE_NAME, sliding_window_of
 from .tree import DraftTree, ancestors
 
@@ -205,7 +205,7 @@ def mask_types(config: Any) -> dict[str, tuple[int | None, int | None]]:
 class Target(SlotModel):
     """The target: prefill as plain `generate`, verify through the model's own input preparation.
 
-    Raises `UnsupportedModelError` at construction when the prepared cache or the model cannot verify a block exactly.
+    Raises `UnsupportedModelError` at construction when rotary positions would change in the middle of the text.
 
     Args:
         model: the user's model.
@@ -213,6 +213,7 @@ class Target(SlotModel):
         max_length: columns after which generation ends, or None.
         spare: nodes that a verify pass may have.
         prompt_length: tokens of the shortest prompt.
+        device: where the caller's ids are, and where scores are judged.
     """
 
     def __init__(
@@ -222,10 +223,12 @@ class Target(SlotModel):
         max_length: int | None,
         spare: int,
         prompt_length: int,
+        device: torch.device,
     ):
-        check_model(model, model_kwargs, max_length, prompt_length)
+        check_rotary(model, max_length, prompt_length)
         super().__init__(model, None if max_length is None else max_length + spare)
         self._model_kwargs = model_kwargs
+        self.device = device
 
     def start(self, input_ids: torch.Tensor, generation_config: Any) -> tuple[TargetOutput, list[int]]:
         """Run the prompt. Returns the last position's logits, shape `(B, 1, V)`, and the prompt tokens per row."""

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from ..capability import check_model
+from ..capability import check_model, check_rotary
 from ..compat import CACHE_NAME
 from ..errors import SpecDecError
 from ..state import DecodeView, Plan
@@ -89,13 +89,14 @@ class ModelDrafter(Drafter):
                 'as well, or use assistant_strategy="suffix".'
             )
         self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        limit = request.stopping.max_length
-        check_model(model, {CACHE_NAME: self._cache}, limit, request.input_ids.shape[1])
+        check_model(model, self._cache)
+        check_rotary(model, request.stopping.max_length, request.input_ids.shape[1])
         check_vocabularies(target.model, model, request, strategy.tokenizer)
         self._request = request
         self._slots = SlotModel(model, None)
         self._window: int | None = getattr(self._slots.config, "max_position_embeddings", None)
-        self._device = model.device
+        self._device = next((each.device for each in model.parameters() if each.device.type != "meta"), target.device)
+        self._readable = model.get_input_embeddings().weight.shape[0]
         self._head = None
         if strategy.vocabulary is not None:
             self._head = trimmed_head(model, load_vocabulary(strategy.vocabulary), request.vocab_size)
@@ -127,7 +128,7 @@ class ModelDrafter(Drafter):
         for row, count in enumerate(self._cached):
             ids[row, length - count :] = torch.tensor(view.tokens(row)[:-1])
             mask[row, length - count :] = 1
-        ids, mask = ids.to(self._device), mask.to(self._device)
+        ids, mask = ids.clamp_(max=self._readable - 1).to(self._device), mask.to(self._device)
         positions = (mask.cumsum(1) - 1).clamp(min=0, max=None if self._window is None else self._window - 1)
         padded = not bool(mask.all())
         with self._slots.timed():
@@ -203,6 +204,7 @@ class ModelDrafter(Drafter):
         return self._run(token.unsqueeze(1), seen, [length + depth for length in view.lengths()])[:, 0]
 
     def _run(self, tokens: torch.Tensor, seen: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        tokens = tokens.clamp(max=self._readable - 1)
         last = tokens.shape[1] == 1 or len(set(lengths)) == 1 and bool(seen[:, -1, 0].all())
         if self._head is None:
             return self._slots.run(tokens, seen, lengths, keep_last=last, window=self._window).logits

@@ -1,0 +1,262 @@
+"""What the case tests share: the ways a case is run, an oracle draft, and the comparison with plain `generate`.
+
+`compare` is the assertion behind most cases: same ids as plain `generate` under the same seed, and the global
+generator left in the same state.
+"""
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from conftest import prompt, tiny
+from oracle import Oracle
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
+from transformers.generation.streamers import BaseStreamer
+
+import hf_specdec
+from hf_specdec.drafters import DraftModel, PromptLookup, Suffix
+from hf_specdec.drafters.base import DraftStrategy
+
+SEED = 7
+NEW_TOKENS = 24
+STRATEGIES = ("oracle-0", "oracle-0.3", "oracle-1", "prompt_lookup", "suffix", "draft_model")
+ORACLES = STRATEGIES[:3]
+SOME = ("oracle-0.3", "prompt_lookup", "draft_model")
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+class Way(NamedTuple):
+    """One way to run a case."""
+
+    strategy: str
+    batch: int
+    sample: bool
+
+
+def ways(
+    strategies: Sequence[str] = STRATEGIES, batches: Sequence[int] = (1, 3), samples: Sequence[bool] = (False, True)
+) -> pytest.MarkDecorator:
+    """Parametrise a test over strategies, batch sizes (3 is ragged) and greedy or sampling."""
+    rows = [Way(*row) for row in ((s, b, d) for s in strategies for b in batches for d in samples)]
+    return pytest.mark.parametrize(
+        "way", rows, ids=[f"{way.strategy}-b{way.batch}-{'sample' if way.sample else 'greedy'}" for way in rows]
+    )
+
+
+@dataclass(frozen=True)
+class Replay(Oracle):
+    """The oracle with blocks of 8."""
+
+    default_draft_tokens: ClassVar[int] = 8
+
+
+@functools.cache
+def plain_model(family: str = "llama", attn_implementation: str = "sdpa") -> PreTrainedModel:
+    """A shared tiny target that is never enabled. Not to be changed."""
+    return tiny(family, attn_implementation)
+
+
+@functools.cache
+def spec_model(family: str = "llama", attn_implementation: str = "sdpa") -> PreTrainedModel:
+    """A shared, enabled copy of `plain_model`. Not to be changed."""
+    return hf_specdec.enable(tiny(family, attn_implementation))
+
+
+@functools.cache
+def draft_model() -> PreTrainedModel:
+    """The target with some noise on its weights: it is right now and then. Not to be changed."""
+    model = tiny()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.05)
+    return model
+
+
+def strategy(name: str, texts: Sequence[Sequence[int]] = ()) -> DraftStrategy:
+    """The strategy of a way; `texts` is what an oracle replays."""
+    if name.startswith("oracle-"):
+        twice = [[*text, *text] for text in texts]  # it drafts past the end
+        return Replay.of(twice, float(name.removeprefix("oracle-")))
+    if name == "prompt_lookup":
+        return PromptLookup(max_ngram=3, min_ngram=1)
+    return Suffix() if name == "suffix" else DraftModel(draft_model())
+
+
+@dataclass
+class Pair:
+    """Outputs of a plain and of a speculative run of the same call."""
+
+    plain: Any
+    spec: Any
+    prompt_length: int
+    plain_options: dict[str, Any] = field(default_factory=dict)
+    spec_options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> list[list[int]]:
+        """New ids of each row, padding included."""
+        return new_ids(self.spec, self.prompt_length)
+
+
+def new_ids(output: Any, prompt_length: int) -> list[list[int]]:
+    """New ids of each row, padding included."""
+    return output.sequences[:, prompt_length:].tolist()
+
+
+def row_length(ids: Sequence[int], eos: Sequence[int]) -> int:
+    """How many ids belong to a row: up to its first EOS, which counts."""
+    return next((index + 1 for index, token in enumerate(ids) if token in eos), len(ids))
+
+
+def call(model: PreTrainedModel, inputs: dict[str, Any], way: Way, seed: int = SEED, **options: Any) -> Any:
+    """`generate` after `set_seed`, with a dict returned."""
+    if not {"max_length", "generation_config", "max_new_tokens"} & set(options):
+        options["max_new_tokens"] = NEW_TOKENS
+    set_seed(seed)
+    return model.generate(**{**inputs, "do_sample": way.sample, "return_dict_in_generate": True, **options})
+
+
+def base_text(way: Way, inputs: dict[str, Any] | None = None, seed: int = SEED, **options: Any) -> list[list[int]]:
+    """What plain `generate` emits without any stop."""
+    inputs = prompt(way.batch) if inputs is None else inputs
+    return new_ids(call(plain_model(), inputs, way, seed, **options), inputs["input_ids"].shape[1])
+
+
+def compare(
+    way: Way,
+    *,
+    inputs: dict[str, Any] | None = None,
+    replay: Sequence[Sequence[int]] | None = None,
+    models: tuple[PreTrainedModel, PreTrainedModel] | None = None,
+    fresh: Callable[[], dict[str, Any]] = dict,
+    assistant_strategy: Any = None,
+    seed: int = SEED,
+    **options: Any,
+) -> Pair:
+    """Run a call plainly and speculatively; ids and generator state must be equal.
+
+    Args:
+        replay: what an oracle drafts; by default the text of the plain run.
+        models: the plain and the enabled target.
+        fresh: makes options that keep state, once for each run.
+        assistant_strategy: by default the strategy of `way`.
+    """
+    inputs = prompt(way.batch) if inputs is None else inputs
+    plain, spec = models or (plain_model(), spec_model())
+    length = inputs["input_ids"].shape[1]
+    plain_options = {**options, **fresh()}
+    expected = call(plain, inputs, way, seed, **plain_options)
+    state = torch.get_rng_state()
+    if assistant_strategy is None:
+        texts = new_ids(expected, length) if replay is None else replay
+        assistant_strategy = strategy(way.strategy, texts)
+    spec_options = {**options, **fresh()}
+    got = call(spec, inputs, way, seed, assistant_strategy=assistant_strategy, **spec_options)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    assert torch.equal(torch.get_rng_state(), state), "the generator is not where plain `generate` leaves it"
+    return Pair(expected, got, length, plain_options, spec_options)
+
+
+@contextmanager
+def refused(model: PreTrainedModel, *names: str, error: type[Exception] = hf_specdec.SpecDecError) -> Iterator[None]:
+    """The block raises `error`, its message holds one of `names`, and the model never runs."""
+    with forward_widths(model) as widths, pytest.raises(error) as caught:
+        yield
+    assert any(name.lower() in str(caught.value).lower() for name in names), str(caught.value)
+    assert widths == [], "refused only after a forward pass"
+
+
+@contextmanager
+def suppress_refusal(*names: str) -> Iterator[None]:
+    """The block either passes or is refused with one of these names in the message."""
+    try:
+        yield
+    except ValueError as error:
+        if not any(name in str(error) for name in names):
+            raise
+
+
+@contextmanager
+def forward_widths(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Positions of each forward pass of the model while the block runs."""
+    widths: list[int] = []
+
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        widths.append((kwargs["inputs_embeds"] if ids is None else ids).shape[1])
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield widths
+    finally:
+        handle.remove()
+
+
+class Recorder(BaseStreamer):
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.puts: list[torch.Tensor] = []
+        self.ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert self.ends == 0, "put after end"
+        self.puts.append(value.clone())
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@functools.cache
+def tokenizer(permuted: bool = False) -> PreTrainedTokenizerFast:
+    """96 tokens: special ones, letters and digits, and pairs of letters, so that stop strings cut through tokens."""
+    singles = [chr(code) for start, count in ((97, 26), (65, 26), (48, 10)) for code in range(start, start + count)]
+    pairs = [first + second for first in "abcdef" for second in "abcde"][: 96 - 3 - len(singles)]
+    words = ["<pad>", "<bos>", "<eos>", *singles, *pairs, " "][:96]
+    if permuted:
+        words = words[:3] + words[:2:-1]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    merges = [(pair[0], pair[1]) for pair in pairs if pair in vocabulary]
+    base = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    base.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=base, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def snapshot(model: PreTrainedModel) -> dict[str, Any]:
+    """All of a model that a call must leave as it is."""
+    weights = {
+        name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in model.state_dict().items()
+    }
+    return {
+        "class": type(model),
+        "config": model.config.to_dict(),
+        "attention": {name: module.config._attn_implementation for name, module in configured(model)},
+        "generation_config": model.generation_config.to_dict(),
+        "weights": weights,
+        "training": {name: module.training for name, module in model.named_modules()},
+        "hooks": {
+            name: (len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in vars(module))
+            for name, module in model.named_modules()
+        },
+        "attributes": sorted(vars(model)),
+        "requires_grad": {name: weight.requires_grad for name, weight in model.named_parameters()},
+    }
+
+
+def configured(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    """Modules that hold a config with an attention implementation."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if hasattr(getattr(module, "config", None), "_attn_implementation")
+    ]

