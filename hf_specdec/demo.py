@@ -44,9 +44,10 @@ DRAFT_TOKENS = 2
 TABLE_STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "title_justify": "left"}
 STOCK_LOOKUP_TOKENS = 10
 
-NEAR_TIE = {torch.bfloat16: 0.5, torch.float16: 0.1}
-"""Largest gap between two logits that rounding may turn round: a few units in the last place of logits between 16 and
-32 (0.125 in bfloat16, 0.016 in float16). In float32 texts must be identical."""
+NEAR_TIE = {torch.bfloat16: 1.0, torch.float16: 0.125}
+"""Largest difference of two logits that rounding may turn round: eight units in the last place of logits between 16 and
+32. Between a block of tokens and single ones, bfloat16 moves the difference of the demo's two top logits by 0.06 in the
+median and by up to 0.44. In float32 texts must be identical."""
 
 
 def cache_directory() -> Path:

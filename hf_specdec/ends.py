@@ -2,39 +2,56 @@
 
 With an end-of-text id, a finished row leaves and is padded. Without one, plain `generate` lets finished rows go on until
 the last row is done, so here they go on too, and the batch is cut where plain `generate` would have ended.
+
+Criteria of the user's may look at the whole batch or keep state. In a batch they are asked column by column, in order,
+once all rows have come that far; a row that ran ahead of its end is cut back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
+
+from .processing import RowStopping
 from .state import DecodeState
 
 UNBOUNDED = 2**31
+Scores = Callable[[int], tuple[torch.Tensor, ...] | None]
 
 
 class RowEnds:
-    """Ends per row of the caller's batch.
+    """Ends per row of the caller's batch, in emitted tokens.
 
     Args:
+        stopping: the criteria.
         rows: rows of the caller's batch.
         input_length: columns of the prompt.
-        max_length: columns after which every row ends, or None.
-        pads_finished_rows: finished rows leave and are padded.
     """
 
-    def __init__(self, rows: int, input_length: int, max_length: int | None, pads_finished_rows: bool):
+    def __init__(self, stopping: RowStopping, rows: int, input_length: int):
+        self._stopping = stopping
         self._ends: list[int | None] = [None] * rows
-        self._most = UNBOUNDED if max_length is None else max(1, max_length - input_length)
-        self._leave_at_once = pads_finished_rows or rows == 1
+        self._most = UNBOUNDED if stopping.max_length is None else max(1, stopping.max_length - input_length)
+        self._leave_at_once = stopping.pads_finished_rows or rows == 1
+        self._judged = 0
 
     @property
     def steps(self) -> int:
         """Output steps of the batch, once every row has ended."""
         return max(end for end in self._ends if end is not None)
 
+    def end(self, row_id: int) -> int:
+        """Tokens of a row in the result: all steps where finished rows go on, else up to its own end."""
+        own = self._ends[row_id]
+        return own if own is not None and self._leave_at_once else self.steps
+
+    def judged_steps(self, state: DecodeState) -> int:
+        """Output steps that every row has passed and that no criterion can take back."""
+        passed = min(state.emitted_count(row) for row in range(state.rows)) if state.rows else self.steps
+        return min(passed, self._judged) if self._stopping.asks_by_column else passed
+
     def _limit(self) -> int:
-        ended = [end for end in self._ends if end is not None]
-        everyone = len(ended) == len(self._ends)
-        return max(ended) if everyone and not self._leave_at_once else self._most
+        everyone = all(end is not None for end in self._ends)
+        return self.steps if everyone and not self._leave_at_once else self._most
 
     def rooms(self, state: DecodeState) -> list[int]:
         """Tokens that each row may still emit."""
@@ -45,26 +62,55 @@ class RowEnds:
         """Tokens that some row may still emit."""
         return max(self.rooms(state))
 
-    def settle(
+    def cut(
         self, state: DecodeState, proposed: Sequence[list[int]], stops: Sequence[int | None]
-    ) -> tuple[list[list[int]], set[int]]:
-        """Cut what each row emits at its end. Returns the tokens per row and the rows that leave.
+    ) -> list[list[int]]:
+        """What each row emits.
 
         Args:
             proposed: tokens of this round per row, not yet committed.
             stops: tokens up to and including the first stop of the round, per row.
         """
-        totals = [state.emitted_count(row) for row in range(state.rows)]
         for row, stop in enumerate(stops):
             row_id = state.row_ids[row]
             if stop is not None and self._ends[row_id] is None:
-                self._ends[row_id] = totals[row] + stop
-        limit = self._limit()
-        emitted, leaving = [], set()
+                self._ends[row_id] = state.emitted_count(row) + stop
+        emitted = []
         for row, tokens in enumerate(proposed):
             end = self._ends[state.row_ids[row]] if self._leave_at_once else None
-            cut = (limit if end is None else end) - totals[row]
-            emitted.append(tokens[: max(cut, 0)])
-            if len(tokens) >= cut:
+            room = (self._limit() if end is None else end) - state.emitted_count(row)
+            emitted.append(tokens[: max(room, 0)])
+        return emitted
+
+    def settle(self, state: DecodeState, scores: Scores) -> set[int]:
+        """After the commit: ask the criteria that are asked by column, and say which rows leave."""
+        if self._stopping.asks_by_column:
+            self._ask_columns(state, scores)
+        leaving = set()
+        for row, row_id in enumerate(state.row_ids):
+            end = self._ends[row_id] if self._leave_at_once else self._limit()
+            if end is not None and state.emitted_count(row) >= end:
                 leaving.add(row)
-        return emitted, leaving
+        return leaving
+
+    def _ask_columns(self, state: DecodeState, scores: Scores) -> None:
+        active = set(state.row_ids)
+        reached = [len(state.emitted(row_id)) for row_id in range(len(self._ends)) if row_id in active]
+        open_rows = [row_id for row_id in active if self._leave_at_once and self._ends[row_id] is None]
+        passed = min(reached, default=0)
+        if open_rows:
+            passed = min(len(state.emitted(row_id)) for row_id in open_rows)
+        elif self._leave_at_once:
+            passed = max(end for end in self._ends if end is not None)
+        while self._judged < passed and not self._over(self._judged):
+            self._judged += 1
+            verdicts = self._stopping.ask(state.padded(state.input_length + self._judged, {}, state.device), scores)
+            for row_id, stop in enumerate(verdicts):
+                end = self._ends[row_id]
+                if stop and (end is None or end > self._judged):
+                    self._ends[row_id] = self._judged
+                    if self._leave_at_once:
+                        state.truncate(row_id, self._judged)
+
+    def _over(self, steps: int) -> bool:
+        return all(end is not None and end <= steps for end in self._ends)

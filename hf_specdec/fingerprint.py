@@ -1,7 +1,8 @@
-"""Does a user's logits processor keep state between calls?
+"""Is a user's logits processor a function of one row's prefix and scores alone?
 
-A copy is called twice and its attributes are compared after the first and the second call. What is set once (a tensor
-moved to a device, a prepared table) is no state; what changes at each call is.
+A copy is called on two prefixes and on the first one again. Its attributes may be set once (a tensor moved to a device, a
+prepared table), but what changes at each call is state; so is anything that makes the same call give another answer. In a
+batch, one row's scores must not change with the other rows.
 """
 
 import copy
@@ -21,20 +22,23 @@ def changes_when_called(processor: Any, input_ids: torch.Tensor, vocab_size: int
         input_ids: the prompt, shape `(B, L)`.
         vocab_size: width of the scores for the trial.
     """
-    shared = {id(value): value for value in vars(processor).values() if isinstance(value, torch.nn.Module)}
     try:
-        trial = copy.deepcopy(processor, shared)
+        trial = copy_callable(processor)
     except Exception as error:
         return f"cannot be copied to find out whether it keeps state ({type(error).__name__}: {error})"
     first = input_ids if input_ids.shape[1] else input_ids.new_zeros(input_ids.shape[0], 1)
     longer = torch.cat([first, first[:, -1:]], dim=1)
+    others = first.clone()
+    others[1:] = (others[1:] + 1) % vocab_size
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(first.shape[0], vocab_size, generator=generator).to(first.device)
     devices = [input_ids.device] if input_ids.device.type == "cuda" else []
-    prints = []
+    prints, answers = [], []
     with torch.random.fork_rng(devices=devices):
         before = torch.get_rng_state()
-        for prefix in (first, longer):
+        for prefix in (first, longer, first, others):
             try:
-                trial(prefix, torch.zeros(prefix.shape[0], vocab_size, device=prefix.device))
+                answers.append(trial(prefix, scores.clone()))
             except Exception as error:
                 if not prints:
                     return None
@@ -42,7 +46,35 @@ def changes_when_called(processor: Any, input_ids: torch.Tensor, vocab_size: int
             prints.append(fingerprint(trial))
         if not torch.equal(before, torch.get_rng_state()):
             return "draws from the global generator"
-    return "keeps state between calls" if prints[0] != prints[1] else None
+    if prints[0] != prints[1] or not torch.equal(answers[0], answers[2]):
+        return "keeps state between calls"
+    if not torch.equal(answers[0][0], answers[3][0]):
+        return "lets one row's scores depend on the other rows"
+    return None
+
+
+def copy_callable(value: Any) -> Any:
+    """A deep copy that shares modules (models) and also copies what a plain function closes over."""
+    if isinstance(value, types.FunctionType):
+        cells = tuple(types.CellType(copy_callable(cell.cell_contents)) for cell in value.__closure__ or ())
+        copied = types.FunctionType(
+            value.__code__, value.__globals__, value.__name__, copy.deepcopy(value.__defaults__), cells or None
+        )
+        copied.__kwdefaults__ = copy.deepcopy(value.__kwdefaults__)
+        return copied
+    shared = {id(each): each for each in attributes(value).values() if isinstance(each, torch.nn.Module)}
+    return copy.deepcopy(value, shared)
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Attributes by name, those in slots included."""
+    found = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        slots = getattr(cls, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
 
 
 def fingerprint(value: Any, depth: int = 8, seen: frozenset[int] = frozenset()) -> Any:
@@ -65,9 +97,8 @@ def fingerprint(value: Any, depth: int = 8, seen: frozenset[int] = frozenset()) 
     if isinstance(value, torch.nn.Module):
         return type(value).__qualname__
     if isinstance(value, types.FunctionType):
-        return [fingerprint(cell.cell_contents, depth - 1, seen) for cell in value.__closure__ or ()]
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        return [fingerprint(each, depth - 1, seen) for each in (*held, value.__defaults__, value.__kwdefaults__)]
     if isinstance(value, types.MethodType):
         return fingerprint(value.__self__, depth - 1, seen)
-    if hasattr(value, "__dict__"):
-        return (type(value).__qualname__, fingerprint(vars(value), depth - 1, seen))
-    return repr(type(value))
+    return (type(value).__qualname__, fingerprint(attributes(value), depth - 1, seen))

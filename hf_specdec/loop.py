@@ -104,8 +104,8 @@ def emit(
     if min(map(min, proposed)) < 0:
         raise RuntimeError("The target's law after processing is not finite (probabilities are inf, nan or all zero).")
     request.keep_scores(state, paths, scores, output.logits)
-    stops = request.stopping.first_stops(proposed, state, request.outputs.scores_until, state.device)
-    emitted, leaving = request.ends.settle(state, proposed, stops)
+    stops = request.stopping.first_stops(proposed, state, request.outputs.scores_until)
+    emitted = request.ends.cut(state, proposed, stops)
     accepted = [min(count, len(tokens)) for count, tokens in zip(counts, emitted)]
     judged = [row[2 * width + 2] if len(new) > count else len(new) for row, count, new in zip(read, counts, emitted)]
     for row, row_id in enumerate(state.row_ids):
@@ -118,6 +118,7 @@ def emit(
             request.outputs.add_states(state, row, [0, *paths[row]][: len(emitted[row])], output.raw)
             request.target.settle(row, state.length(row) - 1, paths[row][: accepted[row]])
     state.commit(emitted)
+    leaving = request.ends.settle(state, request.outputs.scores_until)
     request.stream(state, accepted, emitted)
     staying = [row for row in range(state.rows) if row not in leaving]
     if leaving:

@@ -5,13 +5,19 @@ batch of the caller, left padding included, cut at the length that is being judg
 judged there take the answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers.generation import logits_process as stock
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from .errors import UnsupportedOptionError
 from .fingerprint import changes_when_called
@@ -149,11 +155,16 @@ def _passes(
 
 
 class RowStopping:
-    """The stopping criteria of a call, per row: nothing is emitted after a stop."""
+    """The stopping criteria of a call.
 
-    def __init__(self, criteria: StoppingCriteriaList, input_length: int):
+    Criteria whose answer for a row depends on that row alone are asked as a round is settled. In a batch, all others are
+    asked by column, see `RowEnds`.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, rows: int, input_length: int):
         self._eos: set[int] = set()
-        self._others: list[Any] = []
+        self._by_prefix: list[Any] = []
+        self._by_column: list[Any] = []
         self.max_length: int | None = None
         self.pads_finished_rows = any(hasattr(each, "eos_token_id") for each in criteria)
         for each in criteria:
@@ -161,24 +172,41 @@ class RowStopping:
                 self._eos |= set(each.eos_token_id.tolist())
             elif type(each) is MaxLengthCriteria:
                 self.max_length = each.max_length if self.max_length is None else min(self.max_length, each.max_length)
+            elif rows == 1 or type(each) in (StopStringCriteria, MaxTimeCriteria):
+                self._by_prefix.append(each)
             else:
-                self._others.append(each)
+                self._by_column.append(each)
         self._input_length = input_length
 
     @property
-    def reads_scores(self) -> bool:
-        """Some criterion may read the scores."""
-        return bool(self._others)
+    def asks_by_column(self) -> bool:
+        """Some criterion is asked by column."""
+        return bool(self._by_column)
+
+    def ask(self, columns: torch.Tensor, scores: Callable[[int], Any]) -> list[bool]:
+        """What the criteria that are asked by column say of each row.
+
+        Args:
+            columns: the caller's whole batch, `LongTensor` of shape `(rows, L)`.
+            scores: gives the scores of the first n output steps.
+        """
+        return self._verdicts(self._by_column, columns, scores)
+
+    def _verdicts(self, criteria: Sequence[Any], columns: torch.Tensor, scores: Callable[[int], Any]) -> list[bool]:
+        verdicts = torch.zeros(columns.shape[0], dtype=torch.bool, device=columns.device)
+        for each in criteria:
+            verdicts = verdicts | each(columns, scores(columns.shape[1] - self._input_length))
+        return verdicts.tolist()
 
     def first_stops(
-        self, emitted: Sequence[Sequence[int]], state: DecodeState, scores: Any, device: torch.device
+        self, emitted: Sequence[Sequence[int]], state: DecodeState, scores: Callable[[int], Any]
     ) -> list[int | None]:
         """Per row, how many of the emitted tokens come up to and including the first stop; None for no stop.
 
         Args:
             emitted: tokens of this round per row, not yet committed.
             state: the state before them.
-            scores: callable that gives the scores of the first n output steps, for criteria that read them.
+            scores: gives the scores of the first n output steps.
         """
         stops: list[int | None] = []
         for row, tokens in enumerate(emitted):
@@ -188,34 +216,26 @@ class RowStopping:
                 if room <= len(tokens):
                     stop = room if stop is None else min(stop, room)
             stops.append(stop)
-        if self._others:
-            self._apply_others(emitted, state, stops, scores, device)
+        if self._by_prefix:
+            self._ask_prefixes(emitted, state, stops, scores)
         return stops
 
-    def _apply_others(
-        self,
-        emitted: Sequence[Sequence[int]],
-        state: DecodeState,
-        stops: list[int | None],
-        scores: Any,
-        device: torch.device,
+    def _ask_prefixes(
+        self, emitted: Sequence[Sequence[int]], state: DecodeState, stops: list[int | None], scores: Callable[[int], Any]
     ) -> None:
         lengths = {state.padded_length(row) + i + 1 for row, tokens in enumerate(emitted) for i in range(len(tokens))}
         done: set[int] = set()
         for length in sorted(lengths):
-            counts = {row: length - state.padded_length(row) for row in range(state.rows)}
+            counts = [length - state.padded_length(row) for row in range(state.rows)]
             judged = [
                 row
-                for row, count in counts.items()
+                for row, count in enumerate(counts)
                 if row not in done and 0 < count <= len(emitted[row]) and (stops[row] is None or count <= stops[row])
             ]
             if not judged:
                 continue
-            added = {state.row_ids[row]: list(emitted[row][: max(count, 0)]) for row, count in counts.items()}
-            prefix = state.padded(length, added, device)
-            verdicts = torch.zeros(prefix.shape[0], dtype=torch.bool, device=device)
-            for each in self._others:
-                verdicts = verdicts | each(prefix, scores(length - self._input_length))
+            added = {row_id: emitted[row] for row, row_id in enumerate(state.row_ids)}
+            verdicts = self._verdicts(self._by_prefix, state.padded(length, added, state.device), scores)
             for row in judged:
                 if verdicts[state.row_ids[row]]:
                     stops[row] = counts[row]

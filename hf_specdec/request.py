@@ -73,9 +73,9 @@ class Request:
         )
         self.processors = NodeProcessors(processors, input_ids, self.vocab_size)
         rows, length = input_ids.shape
-        self.stopping = RowStopping(criteria, length)
+        self.stopping = RowStopping(criteria, rows, length)
         limit = self.stopping.max_length
-        self.ends = RowEnds(rows, length, limit, self.stopping.pads_finished_rows)
+        self.ends = RowEnds(self.stopping, rows, length)
         mask = model_kwargs.get("attention_mask")
         embeds = model_kwargs.get("inputs_embeds")
         columns = length if embeds is None else embeds.shape[1]
@@ -127,7 +127,7 @@ class Request:
         if self.noise is None:
             self.noise = SharedNoise(len(self.stats.rows), scores.shape[-1], scores.device)
         taken = [state.emitted_count(row) for row in range(state.rows)]
-        self.noise.forget_before(min(taken))
+        self.noise.forget_before(self.ends.judged_steps(state))
         return self.noise.at([range(first, first + steps) for first in taken], state.row_ids)
 
     def keep_scores(
@@ -143,7 +143,7 @@ class Request:
             return
         if len(self.stats.rows) == 1 and hasattr(self.streamer, "on_round"):
             self.streamer.on_round(accepted=accepted[0], emitted=len(emitted[0]))
-        self._stream_until(min(state.emitted_count(row) for row in range(state.rows)), state)
+        self._stream_until(self.ends.judged_steps(state), state)
 
     def _stream_until(self, steps: int, state: DecodeState) -> None:
         if self.streamer is None or steps <= self._streamed:
@@ -188,7 +188,7 @@ class Request:
         if self.streamer is not None:
             self.streamer.end()
         for row_id in range(len(self.stats.rows)):
-            self.stats.trim(row_id, steps)
+            self.stats.trim(row_id, self.ends.end(row_id))
         sequences = state.sequences(steps)
         cache = self._filled_cache(state, steps) if self._returns_cache else None
         if not self.generation_config.return_dict_in_generate:

@@ -161,6 +161,16 @@ class DecodeState(DecodeView):
             self._sequences[row].extend(tokens)
             self._emitted[row_id].extend(tokens)
 
+    def truncate(self, row_id: int, steps: int) -> None:
+        """Cut a row of the caller's batch back to its first `steps` emitted tokens and pad it."""
+        surplus = len(self._emitted[row_id]) - steps
+        if surplus > 0:
+            del self._emitted[row_id][steps:]
+            start = self.input_length + steps
+            self._grid[row_id, start : start + surplus] = self._pad_token_id
+            if row_id in self._row_ids:
+                del self._sequences[self._row_ids.index(row_id)][-surplus:]
+
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay."""
         for name in ("_sequences", "_prompt_lengths", "_unseen", "_row_ids"):
@@ -171,5 +181,5 @@ class DecodeState(DecodeView):
         """Prompt and the first `steps` emitted tokens of every row, padded: shape `(rows, L + steps)`."""
         batch = self.padded(self.input_length + steps, {}, self.device)
         for row_id, tokens in enumerate(self._emitted):
-            batch[row_id, self.input_length + len(tokens[:steps]) :] = self._pad_token_id
+            batch[row_id, self.input_length + len(tokens) :] = self._pad_token_id
         return batch

@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from cases import SOME, base_text, call, compare, plain_model, refused, spec_model, strategy, suppress_refusal, ways
+from cases import (
+    SOME,
+    Way,
+    base_text,
+    call,
+    compare,
+    plain_model,
+    refused,
+    spec_model,
+    strategy,
+    suppress_refusal,
+    ways,
+)
 from conftest import VOCABULARY, prompt
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
@@ -246,9 +258,47 @@ def closure():
     return process
 
 
-@pytest.mark.parametrize(
-    "make", [Counting, Grammar, Remembering, Nested, Random, OtherRows, closure], ids=lambda make: make.__name__
-)
+def default_argument():
+    """A processor whose state is the default of an argument."""
+
+    def process(input_ids, scores, seen=[]):  # noqa: B006
+        seen.append(1)
+        return scores.roll(len(seen), dims=-1)
+
+    return process
+
+
+CALLS: list[int] = []
+
+
+def module_state():
+    """A processor whose state is a global of its module."""
+    CALLS.clear()
+
+    def process(input_ids, scores):
+        CALLS.append(1)
+        return scores.roll(len(CALLS), dims=-1)
+
+    return process
+
+
+class Slots:
+    """A stateful processor without `__dict__`."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores.roll(self.calls, dims=-1)
+
+
+HIDING = [Counting, Grammar, Remembering, Nested, Random, OtherRows, Slots, closure, default_argument, module_state]
+
+
+@pytest.mark.parametrize("make", HIDING, ids=lambda make: make.__name__)
 @ways(("oracle-0.3", "prompt_lookup"))
 def test_case_09_stateful_processors_are_refused_or_exact(way, make):
     text = base_text(way)
@@ -262,13 +312,16 @@ def test_case_09_stateful_processors_are_refused_or_exact(way, make):
         )  # fmt: skip
 
 
-def test_case_09_a_refusal_leaves_the_users_processor_as_it_was():
-    processor = Counting()
-    with pytest.raises(hf_specdec.SpecDecError, match="Counting"):
-        spec_model().generate(
-            **prompt(1), logits_processor=LogitsProcessorList([processor]), assistant_strategy="suffix"
-        )
-    assert processor.calls == 0
+@pytest.mark.parametrize("make", [Counting, closure], ids=lambda make: make.__name__)
+def test_case_09_a_refusal_leaves_the_users_processor_as_it_was(make):
+    processor, untouched = make(), make()
+    with pytest.raises(hf_specdec.SpecDecError):
+        call(
+            spec_model(), prompt(1), Way("suffix", 1, False), logits_processor=LogitsProcessorList([processor]),
+            assistant_strategy="suffix",
+        )  # fmt: skip
+    ids, scores = prompt(1)["input_ids"], torch.arange(96.0).unsqueeze(0)
+    assert torch.equal(processor(ids, scores), untouched(ids, scores))
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 0.01])

@@ -15,6 +15,7 @@ from cases import (
     row_length,
     spec_model,
     strategy,
+    suppress_refusal,
     tokenizer,
     ways,
 )
@@ -184,6 +185,17 @@ class AnyRow(StoppingCriteria):
         return (input_ids[:, -1] == self.token).any().expand(input_ids.shape[0])
 
 
+class Counter(StoppingCriteria):
+    """Keeps state: true from its n-th call on."""
+
+    def __init__(self, calls: int):
+        self.left = calls
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.left -= 1
+        return torch.full((input_ids.shape[0],), self.left <= 0)
+
+
 class RowsAtDifferentColumns(StoppingCriteria):
     """Row b stops at a column of its own, and only there."""
 
@@ -210,6 +222,15 @@ def test_case_07_custom_criteria(way, kind, eos):
     last = {"eos_token_id": text[0][-1]} if eos else {}
     pair = compare(way, replay=text, stopping_criteria=StoppingCriteriaList([criterion]), **last)
     assert kind == "prefix_sum" or len(pair.text[0]) < NEW_TOKENS
+
+
+@ways(("oracle-0", "oracle-0.3", "draft_model"))
+def test_case_07_criteria_that_keep_state(way):
+    def fresh():
+        return {"stopping_criteria": StoppingCriteriaList([Counter(11)])}
+
+    with suppress_refusal("Counter"):
+        assert len(compare(way, replay=base_text(way), fresh=fresh).text[0]) == 11
 
 
 class Witness(StoppingCriteria):

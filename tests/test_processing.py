@@ -183,7 +183,7 @@ PROPOSED = [[40, 41, 43, 42], [43], [40, 40, 42, 43]]
 def test_the_first_stop_of_each_row(name):
     state = state_of()
     criteria = StoppingCriteriaList(CRITERIA[name])
-    stops = RowStopping(criteria, 24).first_stops(PROPOSED, state, lambda steps: None, torch.device("cpu"))
+    stops = RowStopping(criteria, 1, 24).first_stops(PROPOSED, state, lambda steps: None)
     for row, tokens in enumerate(PROPOSED):
         expected = None
         for count in range(1, len(tokens) + 1):
