@@ -22,7 +22,8 @@ class SpecDecConfig:
         strategy: a registered name, a `DraftStrategy`, or a draft model.
         strategy_options: settings of a strategy that is given by name.
         verifier: acceptance rule; `exact` gives the text of plain `generate`, `rejection` the same law.
-        max_draft_tokens: longest draft per round, or None for the strategy's default. 0 never drafts.
+        max_draft_tokens: longest draft per round, or None for the strategy's default, which is
+            shorter in a batch: every row is padded to the longest draft of the round. 0 never drafts.
         schedule: policy for the draft length.
     """
 
@@ -57,10 +58,12 @@ class SpecDecConfig:
         """The strategy object."""
         return self._resolved  # type: ignore[attr-defined]
 
-    @property
-    def draft_tokens(self) -> int:
-        """The longest draft per round."""
-        return self.resolved.default_draft_tokens if self.max_draft_tokens is None else self.max_draft_tokens
+    def draft_tokens(self, rows: int = 1) -> int:
+        """The longest draft per round in a batch of `rows`; a default shrinks with the batch, down to 4."""
+        if self.max_draft_tokens is not None:
+            return self.max_draft_tokens
+        default = self.resolved.default_draft_tokens
+        return min(default, max(4, round(default / rows**0.5)))
 
     @classmethod
     def of(cls, request: Any) -> "SpecDecConfig":

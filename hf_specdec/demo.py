@@ -45,9 +45,9 @@ TABLE_STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), 
 STOCK_LOOKUP_TOKENS = 10
 
 NEAR_TIE = {torch.bfloat16: 1.0, torch.float16: 0.125}
-"""Largest difference of two logits that rounding may turn round: eight units in the last place of logits between 16 and
-32. Between a block of tokens and single ones, bfloat16 moves the difference of the demo's two top logits by 0.06 in the
-median and by up to 0.44. In float32 texts must be identical."""
+"""Largest difference of two logits that rounding may turn over: eight units in the last place of logits from 16 to
+32. Between a block of tokens and single ones, bfloat16 moves the difference of the demo's two top logits by 0.06 in
+the median and by up to 0.44. In float32 texts must be identical."""
 
 
 def cache_directory() -> Path:

@@ -80,12 +80,17 @@ PROMPTS = (
         "maths",
         "A train covers 180 km in 2 hours, then 150 km in 1.5 hours. What is its average speed? Show each step.",
     ),
-    DemoPrompt("extraction", f"Write one line for each order: number, name and e-mail address.\n\n{ORDERS}"),
+    DemoPrompt(
+        "extraction",
+        "Turn these orders into a list with one entry for each order, with its number, customer, e-mail address, "
+        f"goods, city and date.\n\n{ORDERS}",
+    ),
     DemoPrompt("chat", "Write a short, friendly message that invites my neighbours to a street party on Saturday."),
     DemoPrompt("rewriting", f"Repeat this press release, with Lindqvist replaced by Larsen.\n\n{PRESS_RELEASE}"),
     DemoPrompt("maths", "Write the multiplication table of 7 from 7 x 1 to 7 x 15, one product per line."),
     DemoPrompt(
-        "code edit", f"Set `enabled` to true for every sensor. Return the whole file.\n\n```json\n{SETTINGS_JSON}\n```"
+        "code edit",
+        f"Change `interval_seconds` to 30 in this JSON file and print the new file.\n\n```json\n{SETTINGS_JSON}\n```",
     ),
     DemoPrompt("summarising", f"List every decision in these minutes, quoting the words used.\n\n{MEETING_NOTES}"),
     DemoPrompt("chat", "Explain to a ten-year-old why the sky is blue and why sunsets are red."),

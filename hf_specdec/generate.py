@@ -83,10 +83,10 @@ def run(
         model_kwargs=model_kwargs,
         verifier=config.verifier,
         strategy=strategy.name,
-        max_draft_tokens=config.draft_tokens,
+        max_draft_tokens=config.draft_tokens(input_ids.shape[0]),
         extras=extras,
     )
-    request.controller = SCHEDULES[config.schedule](config.draft_tokens)
+    request.controller = SCHEDULES[config.schedule](request.max_draft_tokens)
     request.drafter = strategy.build(request.target, request)
     with ExitStack() as stack:
         stack.callback(request.drafter.finish)

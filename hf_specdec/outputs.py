@@ -52,7 +52,7 @@ class TokenOutputs:
                 continue
             for index, node in enumerate(nodes, start=step):
                 if index == len(entries):
-                    entries.append(torch.zeros(self._rows, values.shape[-1], device=values.device))
+                    entries.append(torch.zeros(self._rows, values.shape[-1], dtype=torch.float32, device=values.device))
                 entries[index][row_id] = values[row, node]
 
     def add_states(self, state: DecodeState, row: int, nodes: Sequence[int], raw: Any) -> None:

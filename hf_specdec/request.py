@@ -135,7 +135,7 @@ class Request:
     ) -> None:
         """Collect the scores along each row's accepted path, root included."""
         for row, path in enumerate(paths):
-            self.outputs.add_scores(state, row, [0, *path], scores.float(), logits.float())
+            self.outputs.add_scores(state, row, [0, *path], scores, logits)
 
     def stream(self, state: DecodeState, accepted: Sequence[int], emitted: Sequence[Sequence[int]]) -> None:
         """Hand the streamer every output step that all rows have passed, one call per step as plain `generate` does."""

@@ -67,6 +67,30 @@ def follow(tree: DraftTree, choices: torch.Tensor) -> Acceptance:
     return Acceptance(path, count, choices.gather(1, last).squeeze(1))
 
 
+CHUNK = 512
+
+
+def likeliest(scores: torch.Tensor) -> torch.Tensor:
+    """`scores.argmax(-1)`, the first index where several are largest.
+
+    On CPU in two levels, the chunk with the maximum and then the place in it: `argmax` over a long row is not
+    vectorised there, `amax` is.
+
+    Args:
+        scores: shape `(..., V)`.
+    """
+    size = scores.shape[-1]
+    if scores.device.type != "cpu" or size <= 2 * CHUNK:
+        return scores.argmax(-1)
+    whole = size // CHUNK * CHUNK
+    largest = scores[..., :whole].unflatten(-1, (-1, CHUNK)).amax(-1)
+    if whole < size:
+        largest = torch.cat([largest, scores[..., whole:].amax(-1, keepdim=True)], dim=-1)
+    start = largest.argmax(-1, keepdim=True) * CHUNK
+    places = (start + torch.arange(CHUNK)).clamp(max=size - 1)
+    return places.gather(-1, scores.gather(-1, places).argmax(-1, keepdim=True)).squeeze(-1)
+
+
 def exact(tree: DraftTree, scores: torch.Tensor, sampling: bool, noise: torch.Tensor | None) -> Acceptance:
     """Accept a draft token iff it is the token that plain `generate` would emit there.
 
@@ -74,7 +98,7 @@ def exact(tree: DraftTree, scores: torch.Tensor, sampling: bool, noise: torch.Te
     with the noise of `torch.multinomial`).
     """
     if not sampling:
-        return follow(tree, scores.argmax(-1))
+        return follow(tree, likeliest(scores))
     assert noise is not None
     return follow(tree, sample_with(scores, noise))
 
@@ -87,7 +111,7 @@ def sample_with(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         noise: `FloatTensor` of the same shape, Exp(1).
     """
     probs = torch.softmax(scores.float(), dim=-1)
-    choice = (probs / noise).argmax(-1)
+    choice = likeliest(probs / noise)
     chosen = probs.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
     return torch.where(torch.isfinite(chosen), choice, -1)
 
@@ -99,7 +123,7 @@ def rejection(tree: DraftTree, scores: torch.Tensor, sampling: bool, noise: torc
     arXiv:2211.17192, algorithm 1; Chen et al., arXiv:2302.01318.
     """
     if not sampling:
-        return follow(tree, scores.argmax(-1))
+        return follow(tree, likeliest(scores))
     probs = torch.softmax(scores.float(), dim=-1)
     rows, size, _ = probs.shape
     drafted = tree.tokens[:, 1:]

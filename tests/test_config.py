@@ -27,7 +27,7 @@ def test_round_trip_through_json(config):
     again = SpecDecConfig.from_dict(values)
     assert again.to_dict() == config.to_dict()
     assert again.resolved == config.resolved
-    assert again.draft_tokens == config.draft_tokens
+    assert again.draft_tokens() == config.draft_tokens()
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(config.strategy)[:20])
@@ -43,8 +43,8 @@ def test_frozen():
 def test_defaults():
     config = SpecDecConfig(strategy="suffix")
     assert (config.verifier, config.max_draft_tokens, config.schedule) == ("exact", None, "constant")
-    assert config.draft_tokens == Suffix.default_draft_tokens
-    assert SpecDecConfig(strategy="suffix", max_draft_tokens=0).draft_tokens == 0
+    assert config.draft_tokens() == Suffix.default_draft_tokens
+    assert SpecDecConfig(strategy="suffix", max_draft_tokens=0).draft_tokens() == 0
 
 
 @pytest.mark.parametrize(
@@ -96,3 +96,10 @@ def test_errors_say_what_to_do(values, says):
 def test_a_strategy_object_is_kept():
     strategy = Oracle.of([[1, 2]])
     assert SpecDecConfig(strategy=strategy).resolved is strategy
+
+
+def test_a_default_length_shrinks_with_the_batch():
+    config = SpecDecConfig(strategy="suffix")
+    lengths = [config.draft_tokens(rows) for rows in (1, 2, 4, 8, 64)]
+    assert lengths == sorted(lengths, reverse=True) and lengths[-1] == 4
+    assert SpecDecConfig(strategy="suffix", max_draft_tokens=9).draft_tokens(64) == 9

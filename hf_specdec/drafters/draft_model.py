@@ -22,7 +22,7 @@ from ..errors import SpecDecError
 from ..state import DecodeView, Plan
 from ..target import SlotModel
 from ..tree import DraftTree
-from ..verify import sample_with
+from ..verify import likeliest, sample_with
 from .base import Drafter, DraftStrategy, register_strategy
 from .vocabulary import check_vocabularies, trimmed_head
 
@@ -214,8 +214,8 @@ class ModelDrafter(Drafter):
 
     def _argmax(self, scores: torch.Tensor) -> torch.Tensor:
         if self._head is not None and scores.shape[-1] == len(self._head.ids):
-            return self._head.ids[scores.argmax(-1)]
-        return scores[..., : self._request.vocab_size].argmax(-1)
+            return self._head.ids[likeliest(scores)]
+        return likeliest(scores[..., : self._request.vocab_size])
 
     def _processed(self, scores: torch.Tensor, chosen: list[torch.Tensor], view: DecodeView) -> torch.Tensor:
         """Scores over the target's vocabulary, after the call's processors."""

@@ -151,8 +151,8 @@ class Suffix(DraftStrategy):
     needs: ClassVar[str] = "nothing; best where the answer repeats itself, the prompt or earlier answers"
 
     max_context: int = DEFAULT_MAX_CONTEXT
-    min_probability: float = 0.2
-    max_tokens_factor: float = 5.0
+    min_probability: float = 0.1
+    max_tokens_factor: float = 4.0
     memory: SuffixMemory | str | None = None
 
     def __post_init__(self) -> None:

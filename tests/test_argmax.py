@@ -1,0 +1,28 @@
+"""`likeliest` is argmax, ties and odd sizes included."""
+
+import pytest
+import torch
+
+from hf_specdec.verify import CHUNK, likeliest
+
+
+@pytest.mark.parametrize("size", [1, 2, CHUNK, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1, 5 * CHUNK + 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_argmax(size, dtype):
+    scores = torch.randn(3, 4, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    expected = torch.tensor(scores.float().numpy().argmax(-1))
+    assert torch.equal(likeliest(scores), expected)
+
+
+@pytest.mark.parametrize("places", [[0, 1], [5, CHUNK + 3], [CHUNK - 1, CHUNK], [2 * CHUNK + 1, 3 * CHUNK]])
+def test_the_first_of_equals_wins(places):
+    scores = torch.zeros(1, 3 * CHUNK + 1)
+    scores[0, places] = 2.0
+    assert likeliest(scores).item() == places[0]
+
+
+def test_minus_infinity_everywhere_but_once():
+    scores = torch.full((2, 4 * CHUNK + 5), float("-inf"))
+    scores[0, 4 * CHUNK + 4] = -3.0
+    scores[1, 0] = -3.0
+    assert likeliest(scores).tolist() == [4 * CHUNK + 4, 0]
