@@ -1,10 +1,11 @@
-"""Speculative decoding for Hugging Face `generate`: `enable(model)`, then `model.generate(..., assistant_strategy=...)`."""
+"""Speculative decoding for Hugging Face `generate`: `enable(model)`, then `model.generate(...,
+assistant_strategy=...)`."""
 
 from .config import SpecDecConfig
 from .drafters import (
+    Drafter,
     DraftModel,
     DraftStrategy,
-    Drafter,
     PromptLookup,
     Suffix,
     SuffixMemory,

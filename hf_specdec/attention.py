@@ -81,7 +81,9 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
     """
     config = model.config.get_text_config(decoder=True)
     with _lock:
-        installed = config._attn_implementation == "sdpa" and model._supports_attention_backend or id(config) in _users
+        installed = (config._attn_implementation == "sdpa" and model._supports_attention_backend) or id(
+            config
+        ) in _users
         if installed:
             _users[id(config)] = _users.get(id(config), 0) + 1
             if _users[id(config)] == 1:

@@ -1,8 +1,8 @@
 """The slot cache: K/V of each row at addresses that we choose.
 
 Invariant: slot i of row b holds the K/V of token i of that row, for every committed token but the root. A verify pass
-writes node j of row b at slot `length(b) - 1 + j`; what is not accepted stays beyond the committed slots, is masked, and
-gets overwritten. Buffers are preallocated and grow by doubling up to `limit`.
+writes node j of row b at slot `length(b) - 1 + j`; what is not accepted stays beyond the committed slots, is masked,
+and gets overwritten. Buffers are preallocated and grow by doubling up to `limit`.
 """
 
 from collections.abc import Sequence

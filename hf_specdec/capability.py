@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .attention import PACKED_SDPA
-from .compat import CACHE_NAME, is_passive_layer, sliding_window_of
+from .compat import is_passive_layer, sliding_window_of
 from .errors import UnsupportedModelError
 
 ADVICE = "Call `generate` without `assistant_strategy` for this model."
@@ -55,7 +55,7 @@ def check_architecture(model: PreTrainedModel) -> None:
 
 def check_cache(model: PreTrainedModel, cache: Any) -> None:
     """Every layer must be plain or sliding attention, with one window for all sliding layers."""
-    if not isinstance(cache, Cache) or not cache.layers and not hasattr(cache, "layer_class_to_replicate"):
+    if not isinstance(cache, Cache) or (not cache.layers and not hasattr(cache, "layer_class_to_replicate")):
         refuse(model, "it keeps a state of its own instead of a key/value cache, which cannot be rolled back.")
     exact_types = (DynamicLayer, DynamicSlidingWindowLayer)
     for layer in cache.layers:

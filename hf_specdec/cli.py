@@ -261,7 +261,7 @@ def demo(
     dtype: Annotated[str, typer.Option(help=f"Weights' type: {', '.join(DTYPES)}.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=8, help="Longest answer to each prompt.")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats, as far as the time allows.")] = 3,
-    seconds: Annotated[float, typer.Option(min=1.0, help="Time after which no further prompt starts.")] = 200.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Time after which no further prompt starts.")] = 215.0,
 ) -> None:
     """Compare plain generate, stock prompt lookup and this package on a dozen prompts."""
     from .demo import run_demo  # it imports this module

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import PreTrainedModel
-from transformers import cache_utils
+from transformers import PreTrainedModel, cache_utils
 
 TRANSFORMERS_VERSION = Version(transformers.__version__)
 
@@ -44,7 +43,9 @@ def lost_keywords() -> dict[str, Any]:
     Reads the frame of the calling `generate`; without it they would be dropped in silence.
     """
     frame: FrameType | None = inspect.currentframe()
-    while frame is not None and not (frame.f_code.co_name == "generate" and "generation_mode_kwargs" in frame.f_locals):
+    while frame is not None and not (
+        frame.f_code.co_name == "generate" and "generation_mode_kwargs" in frame.f_locals
+    ):
         frame = frame.f_back
     if frame is None:
         return {}
@@ -57,6 +58,9 @@ def needs_synced_gpus(model: PreTrainedModel) -> bool:
     from transformers.generation import utils
 
     sharded = utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model)
-    return bool(sharded) and torch.distributed.is_available() and torch.distributed.is_initialized() and (
-        torch.distributed.get_world_size() > 1
+    return (
+        bool(sharded)
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and (torch.distributed.get_world_size() > 1)
     )

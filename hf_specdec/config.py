@@ -41,7 +41,7 @@ class SpecDecConfig:
         length = self.max_draft_tokens
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
             raise SpecDecError(
-                f"max_draft_tokens={length!r} is not a number of tokens; give an integer >= 0, or None for the default."
+                f"max_draft_tokens={length!r} is no number of tokens; give an integer >= 0, or None for the default."
             )
         object.__setattr__(self, "strategy_options", dict(self.strategy_options))
         strategy = self.strategy
@@ -70,8 +70,8 @@ class SpecDecConfig:
         """The config that an `assistant_strategy` argument stands for.
 
         Args:
-            request: a name, a `DraftStrategy`, a `PreTrainedModel`, a `SpecDecConfig`, a dict of one, or a factory of a
-                transformers `CandidateGenerator`.
+            request: a name, a `DraftStrategy`, a `PreTrainedModel`, a `SpecDecConfig`, a dict of one, or a factory of
+                a transformers `CandidateGenerator`.
         """
         if isinstance(request, SpecDecConfig):
             return request
@@ -111,6 +111,6 @@ def resolve_strategy(strategy: Any) -> DraftStrategy:
     if isinstance(strategy, CandidateGenerator) or callable(strategy):
         return CandidateAdapter(strategy)
     raise SpecDecError(
-        f"assistant_strategy={strategy!r} is neither a name, a DraftStrategy, a model, a SpecDecConfig, a dict of one, "
+        f"assistant_strategy={strategy!r} is no name, DraftStrategy, model, SpecDecConfig, dict of one, "
         "nor a factory of a CandidateGenerator."
     )

@@ -1,7 +1,7 @@
 """Where each row ends, as in plain `generate`.
 
-With an end-of-text id, a finished row leaves and is padded. Without one, plain `generate` lets finished rows go on until
-the last row is done, so here they go on too, and the batch is cut where plain `generate` would have ended.
+With an end-of-text id, a finished row leaves and is padded. Without one, plain `generate` lets finished rows go on
+until the last row is done, so here they go on too, and the batch is cut where plain `generate` would have ended.
 
 Criteria of the user's may look at the whole batch or keep state. In a batch they are asked column by column, in order,
 once all rows have come that far; a row that ran ahead of its end is cut back.
@@ -62,9 +62,7 @@ class RowEnds:
         """Tokens that some row may still emit."""
         return max(self.rooms(state))
 
-    def cut(
-        self, state: DecodeState, proposed: Sequence[list[int]], stops: Sequence[int | None]
-    ) -> list[list[int]]:
+    def cut(self, state: DecodeState, proposed: Sequence[list[int]], stops: Sequence[int | None]) -> list[list[int]]:
         """What each row emits.
 
         Args:

@@ -1,8 +1,8 @@
 """Is a user's logits processor a function of one row's prefix and scores alone?
 
-A copy is called on two prefixes and on the first one again. Its attributes may be set once (a tensor moved to a device, a
-prepared table), but what changes at each call is state; so is anything that makes the same call give another answer. In a
-batch, one row's scores must not change with the other rows.
+A copy is called on two prefixes and on the first one again. Its attributes may be set once (a tensor moved to a
+device, a prepared table), but what changes at each call is state; so is anything that makes the same call give
+another answer. In a batch, one row's scores must not change with the other rows.
 """
 
 import copy

@@ -66,8 +66,8 @@ def run(
 
     Args:
         config: what the user asked for.
-        extras: keywords that `generate` does not hand on: `streamer`, `synced_gpus`, `tokenizer`, `assistant_tokenizer`.
-        model_kwargs: what goes to `forward`, the cache included.
+        extras: keywords that `generate` does not hand on: `streamer`, `synced_gpus`, `tokenizer`,
+        `assistant_tokenizer`. model_kwargs: what goes to `forward`, the cache included.
     """
     check_options(vars(generation_config))
     check_model(model, model_kwargs.get(CACHE_NAME))
@@ -119,6 +119,6 @@ def check_cache_argument(
     columns = getattr(generation_config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
     if filled and (input_ids.shape[1] <= filled or columns > input_ids.shape[1]):
         raise UnsupportedOptionError(
-            f"`{CACHE_NAME}` holds {filled} tokens but `input_ids` has {input_ids.shape[1]} columns. Pass the ids of the "
-            "whole text, those in the cache included."
+            f"`{CACHE_NAME}` holds {filled} tokens but `input_ids` has {input_ids.shape[1]} columns. Pass the ids of "
+            "the whole text, those in the cache included."
         )

@@ -1,15 +1,13 @@
 """THE STEP: plan, draft, verify, accept, stop, commit, observe.
 
-One code path for any number of rows. The loop is the only writer of `DecodeState` and of the target's cache. Each round
-reads the device once, for what was accepted; clocks are read right after that.
+One code path for any number of rows. The loop is the only writer of `DecodeState` and of the target's cache. Each
+round reads the device once, for what was accepted; clocks are read right after that.
 """
 
 import time
-from collections.abc import Sequence
 
 import torch
 
-from .ends import RowEnds
 from .request import Request
 from .state import DecodeState, Plan
 from .stats import StepRecord

@@ -47,7 +47,9 @@ class SpeculativeGenerationMixin(GenerationMixin):
         parameters = list(signature(GenerationMixin.generate).parameters)[1:]
         given = {**dict(zip(parameters, args)), **kwargs}
         if given.get("custom_generate") is not None:
-            raise UnsupportedOptionError("`custom_generate` and `assistant_strategy` are two decoding loops; give one.")
+            raise UnsupportedOptionError(
+                "`custom_generate` and `assistant_strategy` are two decoding loops; give one."
+            )
         check_architecture(self)
         check_options(self._effective_options(given))
         extras = {name: given[name] for name in EXTRAS if given.get(name) is not None}
@@ -99,8 +101,8 @@ def enable(model: Model) -> Model:
         return model
     if not isinstance(model, GenerationMixin):
         raise SpecDecError(
-            f"{type(model).__name__} has no `generate` of transformers. Pass the language model itself; of a PEFT model, "
-            "`hf_specdec.enable(peft_model.get_base_model())`."
+            f"{type(model).__name__} has no `generate` of transformers. Pass the language model itself; of a PEFT "
+            "model, `hf_specdec.enable(peft_model.get_base_model())`."
         )
     cls = type(model)
     if cls.generate is not GenerationMixin.generate:

@@ -1,9 +1,9 @@
 """The noise of sampling, drawn exactly as plain `generate` draws it.
 
 `torch.multinomial(probs, 1)` is `argmax(probs / e)` with `e ~ Exp(1)` of the shape of `probs`, drawn from the same
-generator. So the token that plain `generate` would sample at an output step is a function of that step's law and of one
-`(rows, V)` draw over the caller's whole batch. Invariant: draw t here is the draw that plain `generate` makes at output
-step t, and `finish` leaves the generator where plain `generate` would leave it.
+generator. So the token that plain `generate` would sample at an output step is a function of that step's law and of
+one `(rows, V)` draw over the caller's whole batch. Invariant: draw t here is the draw that plain `generate` makes at
+output step t, and `finish` leaves the generator where plain `generate` would leave it.
 """
 
 from collections.abc import Sequence

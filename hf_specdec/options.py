@@ -1,7 +1,7 @@
 """Every option of `generate`: honoured or refused, none dropped.
 
-A name is in exactly one of the two tables. Refused options raise `UnsupportedOptionError` when they are set to something
-that would change the result.
+A name is in exactly one of the two tables. Refused options raise `UnsupportedOptionError` when they are set to
+something that would change the result.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +27,21 @@ HONOURED = frozenset(
     "prefill_chunk_size use_cache cache_implementation "
     # of no effect on how `generate` decodes with a dynamic cache and one beam
     "transformers_version _from_model_config cache_config max_cache_len compile_config disable_compile "
-    "continuous_batching_config early_stopping length_penalty is_assistant assistant_confidence_threshold "
-    "assistant_lookbehind target_lookbehind num_assistant_tokens num_assistant_tokens_schedule max_matching_ngram_size".split()
+    "continuous_batching_config early_stopping length_penalty is_assistant".split()
 )
 
 _STOCK = "Remove it, or remove `assistant_strategy` to use the assisted decoding of transformers."
 _BEAMS = "Use num_beams=1 (num_return_sequences works), or call `generate` without `assistant_strategy`."
 
+_LENGTH = "Give the draft length with assistant_strategy=SpecDecConfig(..., max_draft_tokens=...)."
+
 REFUSED: dict[str, str] = {
+    "num_assistant_tokens": _LENGTH,
+    "num_assistant_tokens_schedule": _LENGTH,
+    "assistant_confidence_threshold": _LENGTH,
+    "max_matching_ngram_size": "Give it to the strategy: assistant_strategy=PromptLookup(max_ngram=...).",
+    "assistant_lookbehind": _STOCK,
+    "target_lookbehind": _STOCK,
     "assistant_model": "Pass the draft model as assistant_strategy=model instead.",
     "prompt_lookup_num_tokens": 'Use assistant_strategy="prompt_lookup" instead.',
     "assistant_early_exit": _STOCK,
@@ -51,11 +58,16 @@ REFUSED: dict[str, str] = {
     "low_memory": "It belongs to contrastive search; call `generate` without `assistant_strategy`.",
     "guidance_scale": "Classifier-free guidance keeps a second cache; call `generate` without `assistant_strategy`.",
     "negative_prompt_ids": "Classifier-free guidance keeps a second cache; call without `assistant_strategy`.",
-    "negative_prompt_attention_mask": "Classifier-free guidance keeps a second cache; call without `assistant_strategy`.",
+    "negative_prompt_attention_mask": "Classifier-free guidance keeps a second cache; call plain `generate`.",
     "token_healing": "Heal the prompt before the call (`model.heal_tokens`) and leave the option off.",
 }
 
 _UNSET: dict[str, Callable[[Any], bool]] = {
+    "num_assistant_tokens": lambda value: value == 20,
+    "num_assistant_tokens_schedule": lambda value: value == "constant",
+    "assistant_confidence_threshold": lambda value: value == 0.4,
+    "assistant_lookbehind": lambda value: value == 10,
+    "target_lookbehind": lambda value: value == 10,
     "num_beams": lambda value: value == 1,
     "num_beam_groups": lambda value: value == 1,
     "diversity_penalty": lambda value: value == 0,
@@ -64,6 +76,7 @@ _UNSET: dict[str, Callable[[Any], bool]] = {
     "use_mtp": lambda value: value is False,
     "token_healing": lambda value: value is False,
 }
+"""Values that mean "not set": the defaults that `generate` fills in."""
 
 DYNAMIC_CACHES = (None, "dynamic", "hybrid")
 
@@ -87,6 +100,6 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
     if (kind := options.get("cache_implementation")) not in DYNAMIC_CACHES:
         raise UnsupportedOptionError(
-            f"`cache_implementation={kind!r}` cannot be combined with `assistant_strategy`, which keeps a slot cache of "
-            "its own. Remove it, or call `generate` without `assistant_strategy`."
+            f"`cache_implementation={kind!r}` cannot be combined with `assistant_strategy`, which keeps a slot cache "
+            "of its own. Remove it, or call `generate` without `assistant_strategy`."
         )

@@ -44,7 +44,9 @@ class TokenOutputs:
         if self.attentions is not None:
             self.attentions.append(tuple(raw.attentions))
 
-    def add_scores(self, state: DecodeState, row: int, nodes: Sequence[int], scores: torch.Tensor, logits: Any) -> None:
+    def add_scores(
+        self, state: DecodeState, row: int, nodes: Sequence[int], scores: torch.Tensor, logits: Any
+    ) -> None:
         """Scores and logits of the tokens that follow `nodes` of a row; called before the commit."""
         row_id, step = state.row_ids[row], state.emitted_count(row)
         for entries, values in ((self.scores, scores), (self.logits, logits)):
@@ -52,7 +54,9 @@ class TokenOutputs:
                 continue
             for index, node in enumerate(nodes, start=step):
                 if index == len(entries):
-                    entries.append(torch.zeros(self._rows, values.shape[-1], dtype=torch.float32, device=values.device))
+                    entries.append(
+                        torch.zeros(self._rows, values.shape[-1], dtype=torch.float32, device=values.device)
+                    )
                 entries[index][row_id] = values[row, node]
 
     def add_states(self, state: DecodeState, row: int, nodes: Sequence[int], raw: Any) -> None:

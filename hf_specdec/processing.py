@@ -1,8 +1,8 @@
 """Logits processors per tree node, and stopping criteria per ragged row.
 
 Processors and criteria were written for a rectangular batch that grows by one column. They get exactly that: the whole
-batch of the caller, left padding included, cut at the length that is being judged; only the rows whose node or token is
-judged there take the answer.
+batch of the caller, left padding included, cut at the length that is being judged; only the rows whose node or token
+is judged there take the answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,13 +56,13 @@ class NodeProcessors:
             name = type(processor).__name__
             if type(processor).__module__ == stock.__name__:
                 raise UnsupportedOptionError(
-                    f"The logits processor {name} keeps state between calls, so it cannot judge several draft tokens at "
-                    "once. Call `generate` without `assistant_strategy`, or without the option that adds it."
+                    f"The logits processor {name} keeps state between calls, so it cannot judge several draft tokens "
+                    "at once. Call `generate` without `assistant_strategy`, or without the option that adds it."
                 )
             if reason := changes_when_called(processor, input_ids, vocab_size):
                 raise UnsupportedOptionError(
-                    f"The logits processor {name} {reason}, so it cannot judge several draft tokens at once. Make it a "
-                    "function of `input_ids` and `scores` alone, or call `generate` without `assistant_strategy`."
+                    f"The logits processor {name} {reason}, so it cannot judge several draft tokens at once. Make it "
+                    "a function of `input_ids` and `scores` alone, or call `generate` without `assistant_strategy`."
                 )
 
     def __len__(self) -> int:
@@ -157,8 +157,8 @@ def _passes(
 class RowStopping:
     """The stopping criteria of a call.
 
-    Criteria whose answer for a row depends on that row alone are asked as a round is settled. In a batch, all others are
-    asked by column, see `RowEnds`.
+    Criteria whose answer for a row depends on that row alone are asked as a round is settled. In a batch, all others
+    are asked by column, see `RowEnds`.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, rows: int, input_length: int):
@@ -221,7 +221,11 @@ class RowStopping:
         return stops
 
     def _ask_prefixes(
-        self, emitted: Sequence[Sequence[int]], state: DecodeState, stops: list[int | None], scores: Callable[[int], Any]
+        self,
+        emitted: Sequence[Sequence[int]],
+        state: DecodeState,
+        stops: list[int | None],
+        scores: Callable[[int], Any],
     ) -> None:
         lengths = {state.padded_length(row) + i + 1 for row, tokens in enumerate(emitted) for i in range(len(tokens))}
         done: set[int] = set()

@@ -84,9 +84,7 @@ class Request:
         self.target = Target(model, model_kwargs, slots, max_draft_tokens + 1, shortest, input_ids.device)
         windows = [sliding_window_of(layer) for layer in model_kwargs[CACHE_NAME].layers]
         self.outputs = TokenOutputs(generation_config, rows, windows)
-        self.stats = SpeculationStats(
-            strategy, verifier, self.verifier.lossless, [RowStats() for _ in range(rows)]
-        )
+        self.stats = SpeculationStats(strategy, verifier, self.verifier.lossless, [RowStats() for _ in range(rows)])
         self.noise: SharedNoise | None = None
         self._streamed = 0
         self._cached_rows: dict[int, Any] = {}
@@ -138,7 +136,8 @@ class Request:
             self.outputs.add_scores(state, row, [0, *path], scores, logits)
 
     def stream(self, state: DecodeState, accepted: Sequence[int], emitted: Sequence[Sequence[int]]) -> None:
-        """Hand the streamer every output step that all rows have passed, one call per step as plain `generate` does."""
+        """Hand the streamer every output step that all rows have passed, one call per step as plain `generate`
+        does."""
         if self.streamer is None:
             return
         if len(self.stats.rows) == 1 and hasattr(self.streamer, "on_round"):

@@ -1,8 +1,8 @@
 """What happened in a call: per round for the controller, in total and per row for the user.
 
-Terms. A round is one draft and one verify forward. Drafted: a proposed token that was judged. Accepted: a drafted token
-that became output. Emitted: accepted tokens plus the target's own token. A token that a stop cut off was not judged, so
-it counts neither as drafted nor as rejected. Names and definitions are vLLM's where it has them.
+Terms. A round is one draft and one verify forward. Drafted: a proposed token that was judged. Accepted: a drafted
+token that became output. Emitted: accepted tokens plus the target's own token. A token that a stop cut off was not
+judged, so it counts neither as drafted nor as rejected. Names and definitions are vLLM's where it has them.
 """
 
 from dataclasses import dataclass, field
@@ -171,9 +171,10 @@ class SpeculationStats:
         names = (
             "strategy verifier lossless num_spec_steps num_draft_tokens num_accepted_draft_tokens num_emitted_tokens "
             "mean_acceptance_length draft_acceptance_rate acceptance_histogram acceptance_by_depth target_forwards "
-            "draft_forwards prefill_seconds draft_seconds verify_seconds other_seconds total_seconds overhead_share notes"
-        ).split()
-        return {name: getattr(self, name) for name in names}
+            "draft_forwards prefill_seconds draft_seconds verify_seconds other_seconds total_seconds overhead_share "
+            "notes"
+        )
+        return {name: getattr(self, name) for name in names.split()}
 
 
 def _add_at(counts: list[int], index: int) -> None:

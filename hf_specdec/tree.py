@@ -34,7 +34,7 @@ class DraftTree:
     def __post_init__(self) -> None:
         if self.tokens.shape != self.parents.shape or self.tokens.shape != self.sampled.shape:
             raise SpecDecError(
-                f"A draft tree has one token, one parent and one flag per node; got shapes {tuple(self.tokens.shape)}, "
+                f"A draft tree has a token, a parent and a flag per node; got shapes {tuple(self.tokens.shape)}, "
                 f"{tuple(self.parents.shape)} and {tuple(self.sampled.shape)}."
             )
 
@@ -62,10 +62,14 @@ class DraftTree:
     ) -> "DraftTree":
         """One chain of looked-up tokens per row below its root; shorter rows are padded."""
         width = 1 + max(map(len, chains))
-        tokens = [[root, *chain] + [root] * (width - 1 - len(chain)) for root, chain in zip(roots, chains, strict=True)]
+        tokens = [
+            [root, *chain] + [root] * (width - 1 - len(chain)) for root, chain in zip(roots, chains, strict=True)
+        ]
         parents = [list(range(-1, len(chain))) + [-1] * (width - 1 - len(chain)) for chain in chains]
         parent_tensor = torch.tensor(parents, device=device)
-        return cls(torch.tensor(tokens, device=device), parent_tensor, torch.zeros_like(parent_tensor, dtype=torch.bool))
+        return cls(
+            torch.tensor(tokens, device=device), parent_tensor, torch.zeros_like(parent_tensor, dtype=torch.bool)
+        )
 
 
 def ancestors(parents: torch.Tensor) -> torch.Tensor:

