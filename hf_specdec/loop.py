@@ -24,9 +24,9 @@ def decode(request: Request) -> None:
     request.outputs.prefill(output.raw)
     roots = request.input_ids[:, -1:] if request.input_ids.shape[1] else request.input_ids.new_zeros(state.rows, 1)
     emit(request, state, DraftTree(roots, roots.new_full(roots.shape, -1), roots > roots), output, None)
-    request.stats.prefill_seconds = time.perf_counter() - started
     if state.rows:
         drafter.start(state)
+    request.stats.prefill_seconds = time.perf_counter() - started
     while request.unfinished():
         if not state.rows:
             target.idle()
@@ -35,7 +35,7 @@ def decode(request: Request) -> None:
         before = (target.forward_seconds, drafter.forward_seconds)
         plan = controller.plan(state).within(request.ends.most_room(state) - 1)
         tree = drafter.propose(state, plan) if plan.depth else no_draft(state)
-        tree = usable(tree, request, state)
+        tree = usable(tree, plan, request, state)
         drafted_at = time.perf_counter()
         output = target.verify(tree, state.lengths())
         context = max(state.lengths())
@@ -65,12 +65,12 @@ def no_draft(state: DecodeState) -> DraftTree:
     return DraftTree.from_chains(state.roots(), [[]] * state.rows, state.device)
 
 
-def usable(tree: DraftTree, request: Request, state: DecodeState) -> DraftTree:
-    """The tree without nodes that the target has no use for: beyond a row's room, or tokens that it cannot read."""
+def usable(tree: DraftTree, plan: Plan, request: Request, state: DecodeState) -> DraftTree:
+    """The tree without nodes beyond the plan or a row's room, and without tokens that the target cannot read."""
     if tree.size == 1:
         return tree
     room = torch.tensor(request.ends.rooms(state), device=tree.tokens.device)
-    allowed = (tree.depths < room.unsqueeze(1)) & (tree.tokens < request.vocab_size)
+    allowed = (tree.depths < room.clamp(max=plan.depth + 1).unsqueeze(1)) & (tree.tokens < request.vocab_size)
     for token in request.unreadable:
         allowed &= tree.tokens != token
     return keep_nodes(tree, allowed)

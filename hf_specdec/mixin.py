@@ -1,6 +1,7 @@
 """`SpeculativeGenerationMixin` and `enable`: one more argument for `model.generate`."""
 
 from contextvars import ContextVar
+from functools import cache
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -74,6 +75,12 @@ class SpeculativeGenerationMixin(GenerationMixin):
         finally:
             _call_tokenizer.reset(token)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the model's own class, since the class made by `enable` cannot be imported."""
+        _, _, *state = super().__reduce_ex__(protocol)
+        own = type(self).__mro__[type(self).__mro__.index(SpeculativeGenerationMixin) + 1]
+        return (_new_enabled, (own,), *state)
+
     def _effective_options(self, given: dict[str, Any]) -> dict[str, Any]:
         """Options as `generate` will merge them: the call's, then the config's, then the model's defaults."""
         options: dict[str, Any] = {}
@@ -110,6 +117,19 @@ def enable(model: Model) -> Model:
             f"{cls.__name__} has a `generate` of its own, which may not hand its options on. Call "
             "`generate` of the language model inside it."
         )
-    namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    model.__class__ = type(cls.__name__, (SpeculativeGenerationMixin, cls), namespace)
+    model.__class__ = speculative_class(cls)
     return model
+
+
+@cache
+def speculative_class(cls: type) -> type:
+    """The class of an enabled model: `cls` with our `generate`, under the name that `save_pretrained` writes."""
+    return type(
+        cls.__name__, (SpeculativeGenerationMixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    )
+
+
+def _new_enabled(cls: type) -> Any:
+    """An empty enabled model, for pickle."""
+    enabled = speculative_class(cls)
+    return enabled.__new__(enabled)

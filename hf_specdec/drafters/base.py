@@ -134,4 +134,14 @@ def build_strategy(name: str, options: dict[str, Any]) -> DraftStrategy:
     for option in options:
         if option not in fields:
             raise unknown_name(f"option of strategy {name!r}:", option, fields or {"(it takes none)"})
+    needed = [
+        field.name
+        for field in dataclasses.fields(known[name])
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if missing := [each for each in needed if each not in options]:
+        raise SpecDecError(
+            f"Strategy {name!r} needs {', '.join(missing)}: give SpecDecConfig(strategy={name!r}, "
+            f"strategy_options={{{missing[0]!r}: ...}}), or a strategy object."
+        )
     return known[name](**options)

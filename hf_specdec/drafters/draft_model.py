@@ -87,8 +87,8 @@ class ModelDrafter(Drafter):
             )
         if request.input_ids.shape[1] == 0:
             raise SpecDecError(
-                "A draft model needs the prompt's token ids, and the prompt is `inputs_embeds` alone. Pass `input_ids` "
-                'as well, or use assistant_strategy="suffix".'
+                "A draft model needs the prompt's token ids, and the prompt is `inputs_embeds` alone. Pass `input_ids`"
+                ' as well, or use assistant_strategy="suffix".'
             )
         self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         check_model(model, self._cache)
