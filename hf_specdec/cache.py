@@ -171,16 +171,17 @@ def fill_cache(
         length: columns of the result; those without a token hold zeros.
     """
     for index, layer in enumerate(cache.layers):
-        if rows[0][index] is None:
+        held = [own for row in rows if (own := row[index]) is not None]
+        if not held:
             continue
         window = sliding_window_of(layer)
         first = 0 if window is None else max(length - window + 1, 0)
         states = []
         for part in (0, 1):
-            sample = rows[0][index][part]
-            buffer = sample.new_zeros(len(rows), sample.shape[0], length, sample.shape[2])
-            for row, (own, offset) in enumerate(zip(rows, offsets, strict=True)):
-                kept = own[index][part][:, : length - offset]
+            sample = held[0][part]
+            buffer = sample.new_zeros(len(held), sample.shape[0], length, sample.shape[2])
+            for row, (states_of_row, offset) in enumerate(zip(held, offsets, strict=True)):
+                kept = states_of_row[part][:, : length - offset]
                 buffer[row, :, offset : offset + kept.shape[1]] = kept
             states.append(buffer[:, :, first:])
         layer.update(*states)

@@ -33,7 +33,8 @@ def changes_when_called(processor: Any, input_ids: torch.Tensor, vocab_size: int
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(first.shape[0], vocab_size, generator=generator).to(first.device)
     devices = [input_ids.device] if input_ids.device.type == "cuda" else []
-    prints, answers = [], []
+    prints: list[Any] = []
+    answers: list[torch.Tensor] = []
     with torch.random.fork_rng(devices=devices):
         before = torch.get_rng_state()
         for prefix in (first, longer, first, others):

@@ -111,7 +111,7 @@ def enable(model: Model) -> Model:
             f"{type(model).__name__} has no `generate` of transformers. Pass the language model itself; of a PEFT "
             "model, `hf_specdec.enable(peft_model.get_base_model())`."
         )
-    cls = type(model)
+    cls: Any = type(model)
     if cls.generate is not GenerationMixin.generate:
         raise SpecDecError(
             f"{cls.__name__} has a `generate` of its own, which may not hand its options on. Call "
@@ -122,14 +122,14 @@ def enable(model: Model) -> Model:
 
 
 @cache
-def speculative_class(cls: type) -> type:
+def speculative_class(cls: Any) -> Any:
     """The class of an enabled model: `cls` with our `generate`, under the name that `save_pretrained` writes."""
     return type(
         cls.__name__, (SpeculativeGenerationMixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__}
     )
 
 
-def _new_enabled(cls: type) -> Any:
+def _new_enabled(cls: Any) -> Any:
     """An empty enabled model, for pickle."""
     enabled = speculative_class(cls)
     return enabled.__new__(enabled)

@@ -150,7 +150,8 @@ def _passes(
         added = {row_id: paths[row][node] or [] for row_id, (row, node) in zip(ids, members)}
         prefix = state.padded(length, added, device)
         rows, nodes = zip(*members)
-        result.append((prefix, *(torch.tensor(each, device=device) for each in (rows, nodes, ids))))
+        index = [torch.tensor(each, device=device) for each in (rows, nodes, ids)]
+        result.append((prefix, index[0], index[1], index[2]))
     return result
 
 
@@ -234,7 +235,7 @@ class RowStopping:
             judged = [
                 row
                 for row, count in enumerate(counts)
-                if row not in done and 0 < count <= len(emitted[row]) and (stops[row] is None or count <= stops[row])
+                if row not in done and 0 < count <= (len(emitted[row]) if (stop := stops[row]) is None else stop)
             ]
             if not judged:
                 continue

@@ -4,7 +4,7 @@ Tokens of a row count from column 0, left padding stripped. Invariant: slot i of
 K/V of token i of that row, for `i < length(b) - 1`; the last committed token, the root, is not in the cache yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,7 +132,7 @@ class DecodeState(DecodeView):
         """Columns of a row in plain `generate`'s batch."""
         return self.input_length + self.emitted_count(row)
 
-    def padded(self, length: int, added: dict[int, Sequence[int]], device: torch.device) -> torch.Tensor:
+    def padded(self, length: int, added: Mapping[int, Sequence[int]], device: torch.device) -> torch.Tensor:
         """The caller's whole batch as plain `generate` would have it at `length` columns: shape `(rows, length)`.
 
         Args:

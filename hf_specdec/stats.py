@@ -190,5 +190,5 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
         speculation: counts and times of the call.
     """
 
-    sequences: torch.LongTensor | None = None  # type: ignore[assignment]
+    sequences: torch.Tensor | None = None
     speculation: SpeculationStats | None = None

@@ -50,7 +50,7 @@ class Drafter(CandidateGenerator, ABC):
     def finish(self) -> None:
         """Called once when the call ends, also when it ends with an exception."""
 
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs: Any) -> tuple[torch.LongTensor, None]:
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         """The interface of stock assisted decoding: `input_ids` of shape `(1, L)` with the draft appended."""
         history = input_ids[0].tolist()
         view = DecodeView.of_sequences([history], input_ids.device, prompt_lengths=[len(history)])
