@@ -135,7 +135,7 @@ def test_roots_and_chains_must_agree_in_number():
 
 def test_shapes_must_agree():
     ids = torch.zeros(1, 3, dtype=torch.long)
-    with pytest.raises(SpecDecError, match="one token, one parent"):
+    with pytest.raises(SpecDecError, match="a token, a parent"):
         DraftTree(ids, ids[:, :2], ids.bool())
 
 
