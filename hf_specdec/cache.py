@@ -5,7 +5,7 @@ writes node j of row b at slot `length(b) - 1 + j`; what is not accepted stays b
 and gets overwritten. Buffers are preallocated and grow by doubling up to `limit`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -159,7 +159,7 @@ class SlotCache(Cache):
 def fill_cache(
     cache: Cache,
     rows: Sequence[list[tuple[torch.Tensor, torch.Tensor] | None]],
-    offsets: Sequence[int],
+    columns: Callable[[int, int], list[int]],
     length: int,
 ) -> Cache:
     """Put the K/V of finished rows into a stock cache, in the columns of plain `generate`.
@@ -167,7 +167,7 @@ def fill_cache(
     Args:
         cache: an empty cache with the layers of the model.
         rows: `SlotCache.row` of each row of the caller's batch.
-        offsets: left padding of each row; slot i of row b goes to column `offsets[b] + i`.
+        columns: called with a row and a count; the columns of its first slots.
         length: columns of the result; those without a token hold zeros.
     """
     for index, layer in enumerate(cache.layers):
@@ -180,9 +180,9 @@ def fill_cache(
         for part in (0, 1):
             sample = held[0][part]
             buffer = sample.new_zeros(len(held), sample.shape[0], length, sample.shape[2])
-            for row, (states_of_row, offset) in enumerate(zip(held, offsets, strict=True)):
-                kept = states_of_row[part][:, : length - offset]
-                buffer[row, :, offset : offset + kept.shape[1]] = kept
+            for row, own in enumerate(held):
+                kept = [column for column in columns(row, own[part].shape[1]) if column < length]
+                buffer[row, :, kept] = own[part][:, : len(kept)]
             states.append(buffer[:, :, first:])
         layer.update(*states)
         if window is not None:

@@ -36,6 +36,8 @@ def check_architecture(model: PreTrainedModel) -> None:
     """What can be said before `generate` prepares anything."""
     if model.config.is_encoder_decoder:
         refuse(model, "encoder-decoder models are not supported yet.")
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        refuse(model, "gradient checkpointing in training mode drops the cache.", "Call `model.eval()` first.")
     if model._is_stateful:
         refuse(model, "it carries a recurrent state, which cannot be rolled back after a rejected draft.")
     config = model.config.get_text_config(decoder=True)

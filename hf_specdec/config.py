@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 
@@ -34,14 +35,19 @@ class SpecDecConfig:
     schedule: str = "constant"
 
     def __post_init__(self) -> None:
-        if self.verifier not in VERIFIERS:
+        if not isinstance(self.verifier, str) or self.verifier not in VERIFIERS:
             raise unknown_name("verifier", self.verifier, VERIFIERS)
-        if self.schedule not in SCHEDULES:
+        if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
             raise unknown_name("schedule", self.schedule, SCHEDULES)
         length = self.max_draft_tokens
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
             raise SpecDecError(
                 f"max_draft_tokens={length!r} is no number of tokens; give an integer >= 0, or None for the default."
+            )
+        if not isinstance(self.strategy_options, Mapping):
+            raise SpecDecError(
+                f"strategy_options={self.strategy_options!r} is no dict of settings by name; give one, as in "
+                "{'max_context': 8}, or leave it out for the defaults."
             )
         object.__setattr__(self, "strategy_options", dict(self.strategy_options))
         strategy = self.strategy
@@ -108,7 +114,15 @@ def resolve_strategy(strategy: Any) -> DraftStrategy:
         raise SpecDecError(f"{strategy.__name__} is a class; pass an object, as in {strategy.__name__}().")
     if isinstance(strategy, PreTrainedModel):
         return DraftModel(strategy)
-    if isinstance(strategy, CandidateGenerator) or callable(strategy):
+    if isinstance(strategy, CandidateGenerator):
+        return CandidateAdapter(strategy)
+    if isinstance(strategy, nn.Module) or (isinstance(strategy, type) and issubclass(strategy, nn.Module)):
+        kind = f"the class {strategy.__name__}" if isinstance(strategy, type) else f"a {type(strategy).__name__}"
+        raise SpecDecError(
+            f"assistant_strategy is {kind}, which is no PreTrainedModel and cannot draft; pass the language model of "
+            "transformers itself: not its class, nor what torch.compile or another library wrapped around it."
+        )
+    if callable(strategy):
         return CandidateAdapter(strategy)
     raise SpecDecError(
         f"assistant_strategy={strategy!r} is no name, DraftStrategy, model, SpecDecConfig, dict of one, "

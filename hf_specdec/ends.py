@@ -33,6 +33,7 @@ class RowEnds:
         self._most = UNBOUNDED if stopping.max_length is None else max(1, stopping.max_length - input_length)
         self._leave_at_once = stopping.pads_finished_rows or rows == 1
         self._judged = 0
+        self._waiting: set[int] = set()
 
     @property
     def steps(self) -> int:
@@ -55,8 +56,11 @@ class RowEnds:
 
     def rooms(self, state: DecodeState) -> list[int]:
         """Tokens that each row may still emit."""
-        limit = self._limit()
-        return [limit - state.emitted_count(row) for row in range(state.rows)]
+        return [self._room(state, row) for row in range(state.rows)]
+
+    def _room(self, state: DecodeState, row: int) -> int:
+        end = self._ends[state.row_ids[row]] if self._leave_at_once else None
+        return (self._limit() if end is None else end) - state.emitted_count(row)
 
     def most_room(self, state: DecodeState) -> int:
         """Tokens that some row may still emit."""
@@ -73,15 +77,15 @@ class RowEnds:
             row_id = state.row_ids[row]
             if stop is not None and self._ends[row_id] is None:
                 self._ends[row_id] = state.emitted_count(row) + stop
-        emitted = []
-        for row, tokens in enumerate(proposed):
-            end = self._ends[state.row_ids[row]] if self._leave_at_once else None
-            room = (self._limit() if end is None else end) - state.emitted_count(row)
-            emitted.append(tokens[: max(room, 0)])
-        return emitted
+        return [tokens[: max(self._room(state, row), 0)] for row, tokens in enumerate(proposed)]
 
-    def settle(self, state: DecodeState, scores: Scores) -> set[int]:
-        """After the commit: ask the criteria that are asked by column, and say which rows leave."""
+    def settle(self, state: DecodeState, scores: Scores, caches_roots: bool) -> set[int]:
+        """After the commit: ask the criteria that are asked by column, and say which rows leave.
+
+        Args:
+            caches_roots: a row that ends before the batch stays for one more forward, which puts its last token into
+                the cache, as plain `generate` does.
+        """
         if self._stopping.asks_by_column:
             self._ask_columns(state, scores)
         leaving = set()
@@ -89,7 +93,13 @@ class RowEnds:
             end = self._ends[row_id] if self._leave_at_once else self._limit()
             if end is not None and state.emitted_count(row) >= end:
                 leaving.add(row)
-        return leaving
+        if not caches_roots:
+            return leaving
+        last = self.steps if len(leaving) == state.rows else UNBOUNDED
+        early = {row for row in leaving if state.emitted_count(row) < last}
+        waited = {row for row in early if state.row_ids[row] in self._waiting}
+        self._waiting |= {state.row_ids[row] for row in early}
+        return leaving - early | waited
 
     def _ask_columns(self, state: DecodeState, scores: Scores) -> None:
         active = set(state.row_ids)

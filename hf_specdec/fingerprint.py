@@ -28,18 +28,21 @@ def changes_when_called(processor: Any, input_ids: torch.Tensor, vocab_size: int
         return f"cannot be copied to find out whether it keeps state ({type(error).__name__}: {error})"
     first = input_ids if input_ids.shape[1] else input_ids.new_zeros(input_ids.shape[0], 1)
     longer = torch.cat([first, first[:, -1:]], dim=1)
-    others = first.clone()
-    others[1:] = (others[1:] + 1) % vocab_size
     generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(first.shape[0], vocab_size, generator=generator).to(first.device)
+    scores = torch.randn(2, first.shape[0], vocab_size, generator=generator).to(first.device)
+    trials = [(first, scores[0]), (longer, scores[0]), (first, scores[0])]
+    for kept in (0, -1):
+        prefix, others = (first + 1) % vocab_size, scores[1].clone()
+        prefix[kept], others[kept] = first[kept], scores[0][kept]
+        trials.append((prefix, others))
     devices = [input_ids.device] if input_ids.device.type == "cuda" else []
     prints: list[Any] = []
     answers: list[torch.Tensor] = []
     with torch.random.fork_rng(devices=devices):
         before = torch.get_rng_state()
-        for prefix in (first, longer, first, others):
+        for prefix, given in trials:
             try:
-                answers.append(trial(prefix, scores.clone()))
+                answers.append(trial(prefix, given.clone()))
             except Exception as error:
                 if not prints:
                     return None
@@ -49,7 +52,7 @@ def changes_when_called(processor: Any, input_ids: torch.Tensor, vocab_size: int
             return "draws from the global generator"
     if prints[0] != prints[1] or not torch.equal(answers[0], answers[2]):
         return "keeps state between calls"
-    if not torch.equal(answers[0][0], answers[3][0]):
+    if not torch.equal(answers[0][0], answers[3][0]) or not torch.equal(answers[0][-1], answers[4][-1]):
         return "lets one row's scores depend on the other rows"
     return None
 

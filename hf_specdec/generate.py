@@ -87,13 +87,18 @@ def run(
         extras=extras,
     )
     request.controller = SCHEDULES[config.schedule](request.max_draft_tokens)
-    request.drafter = strategy.build(request.target, request)
+    with request.undisturbed():
+        request.drafter = strategy.build(request.target, request)
     with ExitStack() as stack:
-        stack.callback(request.drafter.finish)
         stack.callback(request.release)
+        stack.callback(request.drafter.finish)
         stack.enter_context(packed_attention(model))
         stack.enter_context(decode_context(model))
-        decode(request)
+        try:
+            decode(request)
+        except BaseException:
+            request.restore_cache()
+            raise
     return request.result()
 
 

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from .errors import SpecDecError
 from .request import Request
 from .state import DecodeState, Plan
 from .stats import StepRecord
@@ -25,7 +26,8 @@ def decode(request: Request) -> None:
     roots = request.input_ids[:, -1:] if request.input_ids.shape[1] else request.input_ids.new_zeros(state.rows, 1)
     emit(request, state, DraftTree(roots, roots.new_full(roots.shape, -1), roots > roots), output, None)
     if state.rows:
-        drafter.start(state)
+        with request.undisturbed():
+            drafter.start(state)
     request.stats.prefill_seconds = time.perf_counter() - started
     while request.unfinished():
         if not state.rows:
@@ -34,8 +36,7 @@ def decode(request: Request) -> None:
         started = time.perf_counter()
         before = (target.forward_seconds, drafter.forward_seconds)
         plan = controller.plan(state).within(request.ends.most_room(state) - 1)
-        tree = drafter.propose(state, plan) if plan.depth else no_draft(state)
-        tree = usable(tree, plan, request, state)
+        tree = propose(request, state, plan)
         drafted_at = time.perf_counter()
         output = target.verify(tree, state.lengths())
         context = max(state.lengths())
@@ -43,7 +44,8 @@ def decode(request: Request) -> None:
         emitted, drafted, accepted = emit(request, state, tree, output, plan)
         verified_at = time.perf_counter()
         if state.rows:
-            drafter.observe(state, emitted)
+            with request.undisturbed():
+                drafter.observe(state, emitted)
         record = StepRecord(
             plan=plan,
             rows=rows,
@@ -60,20 +62,39 @@ def decode(request: Request) -> None:
         )
 
 
-def no_draft(state: DecodeState) -> DraftTree:
-    """A tree of the root alone for every row."""
-    return DraftTree.from_chains(state.roots(), [[]] * state.rows, state.device)
+def propose(request: Request, state: DecodeState, plan: Plan) -> DraftTree:
+    """The drafter's tree without nodes beyond the plan or a row's room, and without tokens that cannot be read.
 
-
-def usable(tree: DraftTree, plan: Plan, request: Request, state: DecodeState) -> DraftTree:
-    """The tree without nodes beyond the plan or a row's room, and without tokens that the target cannot read."""
+    Raises `SpecDecError` for a tree that does not fit the rows.
+    """
+    if not plan.depth:
+        return DraftTree.from_chains(state.roots(), [[]] * state.rows, state.device)
+    lengths = state.lengths()
+    if request.noise is not None:  # drafts may use it, and must not draw it inside
+        request.noise.reach(max(state.emitted_count(row) for row in range(state.rows)) + plan.depth)
+    with request.undisturbed():
+        tree = request.drafter.propose(state, plan)
+    if not isinstance(tree, DraftTree) or tree.tokens.shape[0] != state.rows or state.lengths() != lengths:
+        raise SpecDecError(
+            f"Strategy {request.stats.strategy!r} must answer with a DraftTree of {state.rows} rows and leave the "
+            "view's tokens alone."
+        )
+    roots = torch.tensor(state.roots(), device=tree.tokens.device).unsqueeze(1)
+    nodes = torch.arange(tree.size, device=roots.device)
+    parents = torch.where(tree.parents < nodes, tree.parents, -1).index_fill(1, nodes[:1], -1)
+    tree = DraftTree(torch.cat([roots, tree.tokens[:, 1:].long()], 1), parents.long(), tree.sampled, tree.probs)
     if tree.size == 1:
         return tree
-    room = torch.tensor(request.ends.rooms(state), device=tree.tokens.device)
-    allowed = (tree.depths < room.clamp(max=plan.depth + 1).unsqueeze(1)) & (tree.tokens < request.vocab_size)
+    room = torch.tensor(request.ends.rooms(state), device=roots.device).clamp(max=plan.depth + 1)
+    readable = (tree.tokens >= 0) & (tree.tokens < request.vocab_size)
     for token in request.unreadable:
-        allowed &= tree.tokens != token
-    return keep_nodes(tree, allowed)
+        readable &= tree.tokens != token
+    if request.verifier.uses_draft_probs and bool((tree.sampled & ~readable).any()):
+        raise SpecDecError(
+            f"Strategy {request.stats.strategy!r} drew a token that the target cannot read; under this verifier its "
+            "law must give such tokens no probability."
+        )
+    return keep_nodes(tree, readable & (tree.depths < room.unsqueeze(1)))
 
 
 def emit(
@@ -107,6 +128,8 @@ def emit(
     accepted = [min(count, len(tokens)) for count, tokens in zip(counts, emitted)]
     judged = [row[2 * width + 2] if len(new) > count else len(new) for row, count, new in zip(read, counts, emitted)]
     for row, row_id in enumerate(state.row_ids):
+        if not emitted[row]:  # it has ended, and waits for its last token to be cached
+            continue
         if plan is None:
             request.stats.count_emitted(row_id, 0, len(emitted[row]))
         else:
@@ -116,7 +139,7 @@ def emit(
             request.outputs.add_states(state, row, [0, *paths[row]][: len(emitted[row])], output.raw)
             request.target.settle(row, state.length(row) - 1, paths[row][: accepted[row]])
     state.commit(emitted)
-    leaving = request.ends.settle(state, request.outputs.scores_until)
+    leaving = request.ends.settle(state, request.outputs.scores_until, request.returns_cache)
     request.stream(state, accepted, emitted)
     staying = [row for row in range(state.rows) if row not in leaving]
     if leaving:

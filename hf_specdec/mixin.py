@@ -2,7 +2,7 @@
 
 from contextvars import ContextVar
 from functools import cache
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
@@ -45,8 +45,7 @@ class SpeculativeGenerationMixin(GenerationMixin):
             return super().generate(*args, **kwargs)
         config = SpecDecConfig.of(assistant_strategy)
         check_combination(config)
-        parameters = list(signature(GenerationMixin.generate).parameters)[1:]
-        given = {**dict(zip(parameters, args)), **kwargs}
+        given = _by_name(self, args, kwargs)
         if given.get("custom_generate") is not None:
             raise UnsupportedOptionError(
                 "`custom_generate` and `assistant_strategy` are two decoding loops; give one."
@@ -96,6 +95,17 @@ class SpeculativeGenerationMixin(GenerationMixin):
         return super()._get_stopping_criteria(*args, **kwargs)
 
 
+def _by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a `generate` call by name. Raises `TypeError` for those that plain `generate` cannot bind."""
+    declared = signature(GenerationMixin.generate)
+    given = dict(declared.bind(model, *args, **kwargs).arguments)
+    del given[next(iter(declared.parameters))]  # the model itself
+    for parameter in declared.parameters.values():
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            given |= given.pop(parameter.name, {})
+    return given
+
+
 def enable(model: Model) -> Model:
     """Give a model's `generate` the argument `assistant_strategy`. Swaps the model's class in place and returns it.
 
@@ -106,6 +116,11 @@ def enable(model: Model) -> Model:
     """
     if isinstance(model, SpeculativeGenerationMixin):
         return model
+    if "_orig_mod" in getattr(model, "_modules", {}):
+        raise SpecDecError(
+            f"{type(model).__name__} is a compiled model, whose class cannot be swapped. Enable the model first, then "
+            "compile it: `hf_specdec.enable(model)`, then `model.compile()`."
+        )
     if not isinstance(model, GenerationMixin):
         raise SpecDecError(
             f"{type(model).__name__} has no `generate` of transformers. Pass the language model itself; of a PEFT "

@@ -61,6 +61,10 @@ class SharedNoise:
         self._set_state(now)
         return draw
 
+    def reach(self, step: int) -> None:
+        """Draw up to this step now, from the generator as it stands."""
+        self._draw(step)
+
     def at(self, steps: Sequence[Sequence[int]], row_ids: Sequence[int]) -> torch.Tensor:
         """Noise of row `row_ids[b]` at output steps `steps[b]`: shape `(B, D, V)`."""
         needed: dict[int, list[tuple[int, int]]] = {}

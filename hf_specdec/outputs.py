@@ -20,18 +20,17 @@ class TokenOutputs:
     Args:
         generation_config: says what is wanted.
         rows: rows of the caller's batch.
-        windows: per layer, the columns that its attention shows, or None for all.
         keep_scores: scores are wanted for a stopping criterion too.
     """
 
-    def __init__(self, generation_config: Any, rows: int, windows: Sequence[int | None]):
+    def __init__(self, generation_config: Any, rows: int):
         wanted = bool(generation_config.return_dict_in_generate)
         self.scores: list[torch.Tensor] | None = [] if wanted and generation_config.output_scores else None
         self.logits: list[torch.Tensor] | None = [] if wanted and generation_config.output_logits else None
         self.hidden_states: Nested | None = [] if wanted and generation_config.output_hidden_states else None
         self.attentions: Nested | None = [] if wanted and generation_config.output_attentions else None
         self._rows = rows
-        self._windows = windows
+        self.windows: Sequence[int | None] = ()
 
     def scores_until(self, steps: int) -> tuple[torch.Tensor, ...] | None:
         """Scores of the first `steps` output steps, as a stopping criterion gets them."""
@@ -72,13 +71,14 @@ class TokenOutputs:
     def _attention(self, state: DecodeState, row: int, path: Sequence[int], raw: Any) -> list[torch.Tensor]:
         """Attention of the last node of `path` over the columns of plain `generate`."""
         base = state.length(row) - 1
-        columns = state.padded_length(row) + len(path) - 1
+        count = base + len(path)
+        places = state.columns(state.row_ids[row], count)
         slots = list(range(base)) + [base + node for node in path]
         parts = []
-        for layer, window in zip(raw.attentions, self._windows, strict=True):
+        for layer, window in zip(raw.attentions, self.windows, strict=True):
             own = layer[row, :, path[-1], slots]
-            full = own.new_zeros(own.shape[0], 1, columns)
-            full[:, 0, columns - len(slots) :] = own
+            full = own.new_zeros(own.shape[0], 1, places[-1] + 1)
+            full[:, 0, places] = own
             parts.append(full if window is None else full[:, :, -window:])
         return parts
 

@@ -118,9 +118,9 @@ class NodeProcessors:
             if passes is None:
                 passes = _passes(paths, state, scores.device)
             for prefix, rows, nodes, ids in passes:
-                batch = scores.new_zeros(prefix.shape[0], scores.shape[-1])
+                batch = scores[rows[0], nodes[0]].repeat(prefix.shape[0], 1)
                 batch[ids] = scores[rows, nodes]
-                scores[rows, nodes] = processor(prefix, batch)[ids]
+                scores[rows, nodes] = processor(prefix, batch)[ids].to(scores.dtype)
         return scores
 
 

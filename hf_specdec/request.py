@@ -1,6 +1,7 @@
 """One `generate` call: everything the loop works with, and what it hands back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,17 +80,16 @@ class Request:
         mask = model_kwargs.get("attention_mask")
         embeds = model_kwargs.get("inputs_embeds")
         columns = length if embeds is None else embeds.shape[1]
-        shortest = columns if mask is None else int(mask.sum(1).min())
+        shortest = columns if mask is None else int(mask.bool().sum(1).min())
         slots = None if limit is None else max(limit + (columns if not length else 0), columns + 1)
         self.target = Target(model, model_kwargs, slots, max_draft_tokens + 1, shortest, input_ids.device)
-        windows = [sliding_window_of(layer) for layer in model_kwargs[CACHE_NAME].layers]
-        self.outputs = TokenOutputs(generation_config, rows, windows)
+        self.outputs = TokenOutputs(generation_config, rows)
         self.stats = SpeculationStats(strategy, verifier, self.verifier.lossless, [RowStats() for _ in range(rows)])
         self.noise: SharedNoise | None = None
         self._streamed = 0
         self._cached_rows: dict[int, Any] = {}
         self._state: DecodeState | None = None
-        self._returns_cache = bool(generation_config.return_dict_in_generate) or self._users_cache() is not None
+        self.returns_cache = bool(generation_config.return_dict_in_generate) or self._users_cache() is not None
 
     def _users_cache(self) -> Any:
         cache = self.model_kwargs[CACHE_NAME]
@@ -104,7 +104,22 @@ class Request:
         pad = self.generation_config._pad_token_tensor
         pad_id = 0 if pad is None else int(pad.reshape(-1)[0])
         self._state = DecodeState(self.input_ids, self.model_kwargs.get("attention_mask"), cached, pad_id)
+        self.outputs.windows = [sliding_window_of(layer) for layer in self.model_kwargs[CACHE_NAME].layers]
         return self._state
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """The draft strategy may draw inside without changing what plain `generate` would draw.
+
+        A verifier that reads draft probabilities needs the draft to be independent of its own draws, so there the
+        generator runs on.
+        """
+        if self.sampling and self.verifier.uses_draft_probs:
+            yield
+            return
+        devices = [self.input_ids.device] if self.input_ids.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            yield
 
     def judge(
         self, tree: DraftTree, logits: torch.Tensor, state: DecodeState, depth: int
@@ -156,13 +171,14 @@ class Request:
         """Rows that ended leave: their K/V is released, or put aside where the caller gets the cache."""
         cache = self.target.cache
         assert cache is not None
-        if self._returns_cache:
+        if self.returns_cache:
             for row in leaving:
-                self._cached_rows[state.row_ids[row]] = cache.row(row, state.length(row) - 1)
+                self._cached_rows[state.row_ids[row]] = cache.row(row, state.length(row))
         if staying:
             self.target.keep(staying)
             if self.stats.num_spec_steps:
-                self.drafter.keep(staying)
+                with self.undisturbed():
+                    self.drafter.keep(staying)
         state.keep(staying)
 
     def unfinished(self) -> bool:
@@ -189,7 +205,7 @@ class Request:
         for row_id in range(len(self.stats.rows)):
             self.stats.trim(row_id, self.ends.end(row_id))
         sequences = state.sequences(steps)
-        cache = self._filled_cache(state, steps) if self._returns_cache else None
+        cache = self._filled_cache(state, steps) if self.returns_cache else None
         if not self.generation_config.return_dict_in_generate:
             return sequences
         self.stats.target_forwards = self.target.forwards
@@ -199,9 +215,14 @@ class Request:
 
     def _filled_cache(self, state: DecodeState, steps: int) -> Any:
         """The cache of the call as plain `generate` leaves it: all columns but the last."""
-        cache = self.model_kwargs[CACHE_NAME]
         rows = [self._cached_rows[row] for row in range(len(self.stats.rows))]
-        prompt = state.input_length or self.model_kwargs["inputs_embeds"].shape[1]
-        mask = self.model_kwargs.get("attention_mask")
-        offsets = [0] * len(rows) if mask is None else (mask.shape[1] - mask.sum(1)).tolist()
-        return fill_cache(cache, rows, offsets, prompt + steps - 1)
+        return fill_cache(self.model_kwargs[CACHE_NAME], rows, state.columns, state.prompt_columns + steps - 1)
+
+    def restore_cache(self) -> None:
+        """Give the caller's own cache its prompt back, after a call that failed."""
+        state, slots = self._state, self.target.cache
+        if self._users_cache() is None or state is None or slots is None:
+            return
+        for row, row_id in enumerate(state.row_ids):
+            self._cached_rows[row_id] = slots.row(row, state.length(row) - 1)
+        self._filled_cache(state, 1)

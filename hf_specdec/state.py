@@ -110,6 +110,12 @@ class DecodeState(DecodeView):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cached: Sequence[int], pad_token_id: int
     ):
         rows, self.input_length = input_ids.shape
+        self.prompt_columns = self.input_length if attention_mask is None else attention_mask.shape[1]
+        if attention_mask is None:
+            self.prompt_columns = max(self.input_length, *cached)
+            self._real_columns = [list(range(count)) for count in cached]
+        else:
+            self._real_columns = [row.nonzero().squeeze(1).tolist() for row in attention_mask]
         prompts = input_ids.tolist()
         if attention_mask is not None and attention_mask.shape == input_ids.shape:
             kept = attention_mask.tolist()
@@ -118,7 +124,12 @@ class DecodeState(DecodeView):
         super().__init__(prompts, list(map(len, prompts)), unseen, list(range(rows)), input_ids.device)
         self._emitted: list[list[int]] = [[] for _ in range(rows)]
         self._pad_token_id = pad_token_id
-        self._grid = input_ids
+        self._grid = input_ids.long()
+
+    def columns(self, row_id: int, count: int) -> list[int]:
+        """Columns of the first `count` tokens of a row of the caller's batch in plain `generate`'s cache."""
+        real = self._real_columns[row_id]
+        return real[:count] + list(range(self.prompt_columns, self.prompt_columns + count - len(real)))
 
     def emitted(self, row_id: int) -> list[int]:
         """Tokens that a row of the caller's batch has emitted."""

@@ -19,6 +19,7 @@ from .attention import PACKED_SDPA, verifying
 from .cache import SlotCache
 from .capability import check_rotary
 from .compat import CACHE_NAME, sliding_window_of
+from .errors import UnsupportedModelError
 from .tree import DraftTree, ancestors
 
 PREFILL_ONLY = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "logits_to_keep", "inputs_embeds")
@@ -229,6 +230,16 @@ class Target(SlotModel):
         super().__init__(model, None if max_length is None else max_length + spare)
         self._model_kwargs = model_kwargs
         self.device = device
+        self._check_holes(model_kwargs.get("attention_mask"))
+
+    def _check_holes(self, mask: torch.Tensor | None) -> None:
+        """Windows and chunks count columns, which are not positions in a row with holes."""
+        cut = any(window is not None or chunk is not None for window, chunk in self._layer_types.values())
+        if cut and mask is not None and bool(((mask[:, :-1] != 0) & (mask[:, 1:] == 0)).any()):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has sliding or chunked attention, and `attention_mask` has zeros after "
+                "its first one. Pad on the left only, or call `generate` without `assistant_strategy`."
+            )
 
     def start(self, input_ids: torch.Tensor, generation_config: Any) -> tuple[TargetOutput, list[int]]:
         """Run the prompt. Returns the last position's logits, shape `(B, 1, V)`, and the prompt tokens per row."""
@@ -245,6 +256,9 @@ class Target(SlotModel):
             self.position_offset(positions, lengths)
         dropped = (*PREFILL_ONLY, "attention_mask", "position_ids", CACHE_NAME)
         self._rest = {name: value for name, value in kwargs.items() if name not in dropped}
+        types = kwargs.get("token_type_ids")
+        if types is not None and self.config is self.model.config:  # a text model; vision models mean the prompt alone
+            self._rest["token_type_ids"] = types[:, -1:]
         return TargetOutput(outputs.logits[:, -1:], outputs), lengths
 
     def verify(self, tree: DraftTree, lengths: Sequence[int]) -> TargetOutput:
@@ -253,13 +267,16 @@ class Target(SlotModel):
         return TargetOutput(outputs.logits, outputs)
 
     def _inputs(self, tokens: torch.Tensor, masks: Any, positions: torch.Tensor, keep_last: bool) -> dict[str, Any]:
+        rest = self._rest
+        if (types := rest.get("token_type_ids")) is not None:
+            rest = {**rest, "token_type_ids": types.expand(-1, tokens.shape[1])}
         return self.model.prepare_inputs_for_generation(
             tokens,
             attention_mask=masks,
             position_ids=positions,
             is_first_iteration=False,
             **{CACHE_NAME: self.cache},
-            **self._rest,
+            **rest,
         )
 
     def settle(self, row: int, root_slot: int, path: Sequence[int]) -> None:

@@ -48,9 +48,8 @@ class CandidateAdapter(DraftStrategy):
             if isinstance(self.factory, CandidateGenerator):
                 generator = self.factory
             else:
-                wanted = inspect.signature(self.factory).parameters
                 offered["input_ids"] = request.input_ids[row : row + 1]
-                generator = self.factory(**{name: value for name, value in offered.items() if name in wanted})
+                generator = self._call_factory(offered)
             if not isinstance(generator, CandidateGenerator):
                 raise SpecDecError(
                     f"The candidate generator factory returned {type(generator).__name__}, not a CandidateGenerator."
@@ -67,9 +66,27 @@ class CandidateAdapter(DraftStrategy):
             )
         return CandidateDrafter(generators)
 
+    def _call_factory(self, offered: dict[str, Any]) -> Any:
+        """What the factory returns, called with those of `offered` that its signature names."""
+        try:
+            wanted = set(inspect.signature(self.factory).parameters)
+        except (TypeError, ValueError):  # some builtins have no signature
+            wanted = set()
+        try:
+            return self.factory(**{name: value for name, value in offered.items() if name in wanted})
+        except TypeError as error:
+            raise SpecDecError(
+                f"The candidate generator factory {self._factory_name()} could not be called ({error}). It gets by "
+                f"keyword what its signature names of {', '.join(OFFERED)}; bind other arguments with "
+                "`functools.partial`."
+            ) from error
+
+    def _factory_name(self) -> str:
+        return getattr(self.factory, "__qualname__", type(self.factory).__qualname__)
+
     def to_dict(self) -> dict[str, Any]:
         """The factory's name."""
-        return {"factory": getattr(self.factory, "__qualname__", type(self.factory).__qualname__)}
+        return {"factory": self._factory_name()}
 
 
 class CandidateDrafter(Drafter):

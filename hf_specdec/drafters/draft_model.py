@@ -164,7 +164,8 @@ class ModelDrafter(Drafter):
                 scores = self._step(chosen[-1], view, depth)
             scores = self._processed(scores, chosen, view)
             if self._request.sampling and noise is None:
-                laws.append(torch.softmax(scores.float(), -1))
+                law = torch.softmax(scores.float(), -1)
+                laws.append(torch.where(law.isnan(), 1 / law.shape[1], law))
                 chosen.append(torch.multinomial(laws[-1], 1).squeeze(1))
             elif noise is not None:
                 chosen.append(sample_with(scores, noise[:, depth]).clamp(min=0))
@@ -221,7 +222,7 @@ class ModelDrafter(Drafter):
 
     def _processed(self, scores: torch.Tensor, chosen: list[torch.Tensor], view: DecodeView) -> torch.Tensor:
         """Scores over the target's vocabulary, after the call's processors."""
-        processors = self._request.processors
+        processors, unreadable = self._request.processors, self._request.unreadable
         if not self._request.sampling and not len(processors):
             return scores
         size = self._request.vocab_size
@@ -231,7 +232,12 @@ class ModelDrafter(Drafter):
         elif scores.shape[1] < size:
             scores = torch.nn.functional.pad(scores, (0, size - scores.shape[1]), value=float("-inf"))
         paths = torch.stack(chosen, 1).tolist() if chosen and processors.reads_prefix else [[]] * view.rows
-        return processors.process_paths(scores[:, :size], paths, view)
+        scores = processors.process_paths(scores[:, :size], paths, view)
+        return (
+            scores.index_fill(1, torch.tensor(unreadable, device=scores.device), float("-inf"))
+            if unreadable
+            else scores
+        )
 
     def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:
         """Accepted tokens that went through the draft model stay in its cache."""

@@ -5,11 +5,13 @@ current occurrence counts as one that was followed by something else, so that th
 """
 
 import json
+import operator
 import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,8 +59,8 @@ class SuffixMemory:
         return f"SuffixMemory({self._size} of {self.max_tokens} tokens, {len(self._texts)} answers)"
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Remember a text; of one longer than `max_tokens`, its end."""
-        added = list(tokens[-self.max_tokens :])
+        """Remember a text (a sequence or a tensor of token ids); of one longer than `max_tokens`, its end."""
+        added = _token_ids(tokens)[-self.max_tokens :]
         if not added:
             return
         with self._lock:
@@ -114,7 +116,7 @@ class SuffixMemory:
             raise SpecDecError(
                 f"There is no suffix memory at {os.fspath(path)!r}; make one with `SuffixMemory().save(path)`."
             ) from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise SpecDecError(
                 f"{os.fspath(path)!r} cannot be read as a suffix memory ({error}); pass a file that "
                 "`SuffixMemory.save` wrote, or delete it and start a new memory."
@@ -132,6 +134,27 @@ class SuffixMemory:
         for text in state["texts"]:
             self.add(text)
         self.path = state["path"]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _token_ids(tokens: Any) -> list[int]:
+    """Plain ints of a sequence, an array or a tensor. Raises `SpecDecError` for what is no text."""
+    values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    try:
+        if not isinstance(values, Sequence) or any(isinstance(value, bool) for value in values):
+            raise TypeError
+        ids = [operator.index(value) for value in values]
+        if min(ids, default=0) < 0:
+            raise TypeError
+    except TypeError:
+        raise SpecDecError(
+            f"SuffixMemory.add({type(tokens).__name__}): it is no sequence of token ids; "
+            "pass those of one text, a list or a tensor of one dimension with whole numbers of at least 0."
+        ) from None
+    return ids
 
 
 @register_strategy("suffix")
@@ -161,9 +184,9 @@ class Suffix(DraftStrategy):
                 f"suffix: max_context={self.max_context!r}, but a match has at least one token; "
                 f"use a whole number of at least 1 (default {DEFAULT_MAX_CONTEXT})."
             )
-        if not 0 <= self.min_probability <= 1:
+        if not _is_number(self.min_probability) or not 0 <= self.min_probability <= 1:
             raise SpecDecError(f"suffix: min_probability={self.min_probability!r} is no probability; use 0 to 1.")
-        if not self.max_tokens_factor > 0:
+        if not _is_number(self.max_tokens_factor) or not self.max_tokens_factor > 0:
             raise SpecDecError(
                 f"suffix: max_tokens_factor={self.max_tokens_factor!r} would never draft; use a number above 0."
             )
