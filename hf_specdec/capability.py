@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .attention import PACKED_SDPA
-from .compat import is_passive_layer, sliding_window_of
+from .compat import checkpoints_activations, is_passive_layer, sliding_window_ofis_passive_layer, sliding_window_of
 from .errors import UnsupportedModelError
 
 ADVICE = "Call `generate` without `assistant_strategy` for this model."
@@ -36,7 +36,7 @@ def check_architecture(model: PreTrainedModel) -> None:
     """What can be said before `generate` prepares anything."""
     if model.config.is_encoder_decoder:
         refuse(model, "encoder-decoder models are not supported yet.")
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+    if model.training and checkpoints_activations(model):
         refuse(model, "gradient checkpointing in training mode drops the cache.", "Call `model.eval()` first.")
     if model._is_stateful:
         refuse(model, "it carries a recurrent state, which cannot be rolled back after a rejected draft.")

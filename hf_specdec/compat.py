@@ -31,6 +31,12 @@ def sliding_window_of(layer: object) -> int | None:
     return layer.sliding_window if isinstance(layer, cache_utils.DynamicSlidingWindowLayer) else None
 
 
+def checkpoints_activations(model: PreTrainedModel) -> bool:
+    """Activations are recomputed in training mode (the attribute has a new name in later versions)."""
+    new = "is_activation_checkpointing"
+    return bool(getattr(model, new if hasattr(type(model), new) else "is_gradient_checkpointing", False))
+
+
 def decode_context(model: PreTrainedModel) -> AbstractContextManager[Any]:
     """What plain `generate` enters around its decoding loop (experts kernels), where the version has it."""
     optimize = getattr(model, "_optimize_model_for_decode", None)
