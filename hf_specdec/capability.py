@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .attention import PACKED_SDPA
-from .compat import checkpoints_activations, is_passive_layer, sliding_window_ofis_passive_layer, sliding_window_of
+from .compat import checkpoints_activations, is_passive_layer, sliding_window_of
 from .errors import UnsupportedModelError
 
 ADVICE = "Call `generate` without `assistant_strategy` for this model."
