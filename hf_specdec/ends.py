@@ -117,8 +117,8 @@ class RowEnds:
                 end = self._ends[row_id]
                 if stop and (end is None or end > self._judged):
                     self._ends[row_id] = self._judged
-                    if self._leave_at_once:
-                        state.truncate(row_id, self._judged)
+                    if self._leave_at_once and state.truncate(row_id, self._judged):
+                        self._waiting.add(row_id)  # its last token is in the cache: it ran ahead
 
     def _over(self, steps: int) -> bool:
         return all(end is not None and end <= steps for end in self._ends)

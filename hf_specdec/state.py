@@ -172,8 +172,8 @@ class DecodeState(DecodeView):
             self._sequences[row].extend(tokens)
             self._emitted[row_id].extend(tokens)
 
-    def truncate(self, row_id: int, steps: int) -> None:
-        """Cut a row of the caller's batch back to its first `steps` emitted tokens and pad it."""
+    def truncate(self, row_id: int, steps: int) -> bool:
+        """Cut a row of the caller's batch back to its first `steps` emitted tokens and pad it. Was there more?"""
         surplus = len(self._emitted[row_id]) - steps
         if surplus > 0:
             del self._emitted[row_id][steps:]
@@ -181,6 +181,7 @@ class DecodeState(DecodeView):
             self._grid[row_id, start : start + surplus] = self._pad_token_id
             if row_id in self._row_ids:
                 del self._sequences[self._row_ids.index(row_id)][-surplus:]
+        return surplus > 0
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay."""
