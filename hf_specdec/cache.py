@@ -23,7 +23,7 @@ class SlotLayer(CacheLayerMixin):
         self._owner = owner
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: a layer is filled by `SlotCache.load`."""
+        """Nothing: a layer is filled by `load`."""
 
     def load(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, capacity: int) -> None:
         """Take over the K/V of a prefill: column c of row b goes to `slots[b, c]`."""

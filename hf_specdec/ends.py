@@ -102,14 +102,8 @@ class RowEnds:
         return leaving - early | waited
 
     def _ask_columns(self, state: DecodeState, scores: Scores) -> None:
-        active = set(state.row_ids)
-        reached = [len(state.emitted(row_id)) for row_id in range(len(self._ends)) if row_id in active]
-        open_rows = [row_id for row_id in active if self._leave_at_once and self._ends[row_id] is None]
-        passed = min(reached, default=0)
-        if open_rows:
-            passed = min(len(state.emitted(row_id)) for row_id in open_rows)
-        elif self._leave_at_once:
-            passed = max(end for end in self._ends if end is not None)
+        going_on = [each for each in state.row_ids if not self._leave_at_once or self._ends[each] is None]
+        passed = min(len(state.emitted(row_id)) for row_id in going_on) if going_on else self.steps
         while self._judged < passed and not self._over(self._judged):
             self._judged += 1
             verdicts = self._stopping.ask(state.padded(state.input_length + self._judged, {}, state.device), scores)

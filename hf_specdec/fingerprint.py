@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .noise import generator_kept
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
 
 
@@ -35,10 +37,9 @@ def changes_when_called(processor: Any, input_ids: torch.Tensor, vocab_size: int
         prefix, others = (first + 1) % vocab_size, scores[1].clone()
         prefix[kept], others[kept] = first[kept], scores[0][kept]
         trials.append((prefix, others))
-    devices = [input_ids.device] if input_ids.device.type == "cuda" else []
     prints: list[Any] = []
     answers: list[torch.Tensor] = []
-    with torch.random.fork_rng(devices=devices):
+    with generator_kept(input_ids.device):
         before = torch.get_rng_state()
         for prefix, given in trials:
             try:

@@ -67,7 +67,8 @@ def run(
     Args:
         config: what the user asked for.
         extras: keywords that `generate` does not hand on: `streamer`, `synced_gpus`, `tokenizer`,
-        `assistant_tokenizer`. model_kwargs: what goes to `forward`, the cache included.
+            `assistant_tokenizer`.
+        model_kwargs: what goes to `forward`, the cache included.
     """
     check_options(vars(generation_config))
     check_model(model, model_kwargs.get(CACHE_NAME))

@@ -6,12 +6,20 @@ one `(rows, V)` draw over the caller's whole batch. Invariant: draw t here is th
 output step t, and `finish` leaves the generator where plain `generate` would leave it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 KEPT_BYTES = 64 * 2**20
 """Draws of rows that lag behind are kept up to this size."""
+
+
+@contextmanager
+def generator_kept(device: torch.device) -> Iterator[None]:
+    """What draws inside leaves the framework's generators as they were."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
 
 
 class SharedNoise:

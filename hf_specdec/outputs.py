@@ -20,7 +20,9 @@ class TokenOutputs:
     Args:
         generation_config: says what is wanted.
         rows: rows of the caller's batch.
-        keep_scores: scores are wanted for a stopping criterion too.
+
+    Attributes:
+        windows: per layer, the columns that its attention shows, or None for all; known once the prompt has run.
     """
 
     def __init__(self, generation_config: Any, rows: int):

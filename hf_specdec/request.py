@@ -14,7 +14,7 @@ from .compat import CACHE_NAME, sliding_window_of
 from .control.base import Controller
 from .drafters.base import Drafter
 from .ends import RowEnds
-from .noise import SharedNoise
+from .noise import SharedNoise, generator_kept
 from .outputs import TokenOutputs
 from .processing import NodeProcessors, RowStopping
 from .state import DecodeState
@@ -89,11 +89,8 @@ class Request:
         self._streamed = 0
         self._cached_rows: dict[int, Any] = {}
         self._state: DecodeState | None = None
-        self.returns_cache = bool(generation_config.return_dict_in_generate) or self._users_cache() is not None
-
-    def _users_cache(self) -> Any:
-        cache = self.model_kwargs[CACHE_NAME]
-        return cache if getattr(cache, "_is_user_defined", False) else None
+        self._cache_is_callers = bool(getattr(model_kwargs[CACHE_NAME], "_is_user_defined", False))
+        self.returns_cache = bool(generation_config.return_dict_in_generate) or self._cache_is_callers
 
     def begin(self, cached: Sequence[int]) -> DecodeState:
         """The state after the prompt's forward.
@@ -117,8 +114,7 @@ class Request:
         if self.sampling and self.verifier.uses_draft_probs:
             yield
             return
-        devices = [self.input_ids.device] if self.input_ids.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with generator_kept(self.input_ids.device):
             yield
 
     def judge(
@@ -221,7 +217,7 @@ class Request:
     def restore_cache(self) -> None:
         """Give the caller's own cache its prompt back, after a call that failed."""
         state, slots = self._state, self.target.cache
-        if self._users_cache() is None or state is None or slots is None:
+        if not self._cache_is_callers or state is None or slots is None:
             return
         for row, row_id in enumerate(state.row_ids):
             self._cached_rows[row_id] = slots.row(row, state.length(row) - 1)

@@ -110,16 +110,15 @@ class DecodeState(DecodeView):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cached: Sequence[int], pad_token_id: int
     ):
         rows, self.input_length = input_ids.shape
-        self.prompt_columns = self.input_length if attention_mask is None else attention_mask.shape[1]
         if attention_mask is None:
             self.prompt_columns = max(self.input_length, *cached)
             self._real_columns = [list(range(count)) for count in cached]
         else:
+            self.prompt_columns = attention_mask.shape[1]
             self._real_columns = [row.nonzero().squeeze(1).tolist() for row in attention_mask]
         prompts = input_ids.tolist()
         if attention_mask is not None and attention_mask.shape == input_ids.shape:
-            kept = attention_mask.tolist()
-            prompts = [[token for token, real in zip(ids, mask) if real] for ids, mask in zip(prompts, kept)]
+            prompts = [[ids[column] for column in real] for ids, real in zip(prompts, self._real_columns)]
         unseen = [count - len(prompt) for count, prompt in zip(cached, prompts, strict=True)]
         super().__init__(prompts, list(map(len, prompts)), unseen, list(range(rows)), input_ids.device)
         self._emitted: list[list[int]] = [[] for _ in range(rows)]
