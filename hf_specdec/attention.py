@@ -45,7 +45,6 @@ def packed_sdpa(
     packable = (
         getattr(_local, "verifying", False)
         and group > 1
-        and query.shape[2] > 1
         and attention_mask is not None
         and attention_mask.shape[1] == 1
         and kwargs.get("position_bias") is None
@@ -61,11 +60,23 @@ def packed_sdpa(
         query.reshape(rows, heads // group, group * width, size),
         key,
         value,
-        attn_mask=attention_mask.repeat(1, 1, group, 1),
+        attn_mask=_packed_mask(attention_mask, group, query.dtype),
         dropout_p=dropout,
         scale=scaling,
     )
     return output.reshape(rows, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _packed_mask(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mask for `group` packed heads, additive: made once per forward, where sdpa would convert it in every layer."""
+    key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device, group, dtype)
+    if key not in _local.masks:
+        packed = mask.repeat(1, 1, group, 1)
+        if packed.dtype == torch.bool:
+            packed = packed.new_zeros(packed.shape, dtype=dtype).masked_fill_(~packed, float("-inf"))
+        _local.masks[key] = (packed, mask)  # the mask is held, so that no other takes its address
+    packed_mask: torch.Tensor = _local.masks[key][0]
+    return packed_mask
 
 
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)
@@ -102,8 +113,8 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def verifying() -> Iterator[None]:
     """Forwards of this thread inside are verify passes."""
-    _local.verifying = True
+    _local.verifying, _local.masks = True, {}
     try:
         yield
     finally:
-        _local.verifying = False
+        _local.verifying, _local.masks = False, {}

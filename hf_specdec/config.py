@@ -15,6 +15,11 @@ from .errors import SpecDecError, unknown_name
 from .verify import VERIFIERS
 
 
+ROUND_TOKENS = 32
+"""Tokens that a batched round verifies at most by default, the roots included. Up to here a forward pass of a CPU costs
+little more than one of single tokens, and then a step."""
+
+
 @dataclass(frozen=True)
 class SpecDecConfig:
     """Settings of speculative decoding, validated at construction.
@@ -23,8 +28,8 @@ class SpecDecConfig:
         strategy: a registered name, a `DraftStrategy`, or a draft model.
         strategy_options: settings of a strategy that is given by name.
         verifier: acceptance rule; `exact` gives the text of plain `generate`, `rejection` the same law.
-        max_draft_tokens: longest draft per round, or None for the strategy's default, which is
-            shorter in a batch: every row is padded to the longest draft of the round. 0 never drafts.
+        max_draft_tokens: longest draft per round, or None for the strategy's default, which is shorter while many
+            rows decode: every row is padded to the longest draft of the round. 0 never drafts.
         schedule: policy for the draft length.
     """
 
@@ -65,11 +70,10 @@ class SpecDecConfig:
         return self._resolved  # type: ignore[attr-defined]
 
     def draft_tokens(self, rows: int = 1) -> int:
-        """The longest draft per round in a batch of `rows`; a default shrinks with the batch, down to 4."""
+        """The longest draft of a round with `rows` rows. A default shrinks so that a round has about 32 tokens."""
         if self.max_draft_tokens is not None:
             return self.max_draft_tokens
-        default = self.resolved.default_draft_tokens
-        return min(default, max(4, round(default / rows**0.5)))
+        return min(self.resolved.default_draft_tokens, max(2, ROUND_TOKENS // rows - 1))
 
     @classmethod
     def of(cls, request: Any) -> "SpecDecConfig":

@@ -84,10 +84,10 @@ def run(
         model_kwargs=model_kwargs,
         verifier=config.verifier,
         strategy=strategy.name,
-        max_draft_tokens=config.draft_tokens(input_ids.shape[0]),
+        max_draft_tokens=config.draft_tokens(),
         extras=extras,
     )
-    request.controller = SCHEDULES[config.schedule](request.max_draft_tokens)
+    request.controller = SCHEDULES[config.schedule](config.draft_tokens)
     with request.undisturbed():
         request.drafter = strategy.build(request.target, request)
     with ExitStack() as stack:

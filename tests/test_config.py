@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 import torch
-from cases import draft_model
+from cases import draft_model, forward_widths, plain_model, spec_model
+from conftest import prompt
 from oracle import Oracle
 
 from hf_specdec import SpecDecConfig, SpecDecError
@@ -98,8 +99,19 @@ def test_a_strategy_object_is_kept():
     assert SpecDecConfig(strategy=strategy).resolved is strategy
 
 
-def test_a_default_length_shrinks_with_the_batch():
+def test_a_default_length_shrinks_with_the_rows_of_a_round():
     config = SpecDecConfig(strategy="suffix")
     lengths = [config.draft_tokens(rows) for rows in (1, 2, 4, 8, 64)]
-    assert lengths == sorted(lengths, reverse=True) and lengths[-1] == 4
+    assert lengths == sorted(lengths, reverse=True) and lengths[-1] == 2
+    assert all(rows * (1 + config.draft_tokens(rows)) <= 32 for rows in range(1, 11))
     assert SpecDecConfig(strategy="suffix", max_draft_tokens=9).draft_tokens(64) == 9
+
+
+def test_rounds_get_longer_when_rows_leave():
+    inputs = {**prompt(8), "max_new_tokens": 40, "do_sample": False}
+    text = plain_model().generate(**inputs)[:, 24:].tolist()
+    early = {token for row in text for token in row[:6]}
+    ends = [next(token for token in row if token not in {*early, *text[0]}) for row in text[1:]]
+    with forward_widths(spec_model()) as widths:
+        spec_model().generate(**inputs, eos_token_id=ends, assistant_strategy=Oracle.of(text))
+    assert (widths[1], max(widths[1:])) == (4, 1 + Oracle.default_draft_tokens)
