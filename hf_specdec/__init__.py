@@ -10,18 +10,21 @@ from .drafters import (
     Suffix,
     SuffixMemory,
     frequent_tokens,
+    known_strategies,
     register_strategy,
 )
-from .errors import SpecDecError, UnsupportedModelError, UnsupportedOptionError
+from .errors import SpecDecError, UnsupportedModelError, UnsupportedOptionError, unknown_name
 from .generate import speculative_generate
 from .mixin import SpeculativeGenerationMixin, enable
 from .state import DecodeView, Plan
 from .stats import RowStats, SpeculationStats, SpeculativeOutput, StepRecord
 from .tree import DraftTree
+from .verify import VERIFIERS
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "VERIFIERS",
     "DecodeView",
     "DraftModel",
     "DraftStrategy",
@@ -42,6 +45,8 @@ __all__ = [
     "UnsupportedOptionError",
     "enable",
     "frequent_tokens",
+    "known_strategies",
     "register_strategy",
     "speculative_generate",
+    "unknown_name",
 ]

@@ -68,7 +68,7 @@ def packed_sdpa(
 
 
 def _packed_mask(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-    """The mask for `group` packed heads, additive: made once per forward, where sdpa would convert it in every layer."""
+    """The additive mask of `group` packed heads, made once per forward where sdpa would convert it in every layer."""
     key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device, group, dtype)
     if key not in _local.masks:
         packed = mask.repeat(1, 1, group, 1)

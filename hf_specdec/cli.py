@@ -272,5 +272,36 @@ def demo(
         raise typer.Exit(1)
 
 
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def pass_on(context: typer.Context, name: str) -> None:
+    """Run a command of the evaluation harness, which reads its own options."""
+    try:
+        from hf_specdec_eval.commands import COMMANDS  # matplotlib and scipy, which only the harness needs
+    except ModuleNotFoundError as error:
+        with clean_errors():
+            raise SpecDecError(f"hf-specdec {name} needs {error.name}: pip install 'hf-specdec[bench]'.") from None
+    COMMANDS[name](context.args, prog_name=f"hf-specdec {name}")
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Measure strategies on tasks: speed, acceptance, quality, identity."""
+    pass_on(context, "bench")
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def verify(context: typer.Context) -> None:
+    """Check that a strategy gives the text, or the law, of plain generate on a model."""
+    pass_on(context, "verify")
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def plan(context: typer.Context) -> None:
+    """Measure this machine's costs and tell the best draft length."""
+    pass_on(context, "plan")
+
+
 if __name__ == "__main__":
     app()

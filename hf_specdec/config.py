@@ -14,10 +14,9 @@ from .drafters.base import DraftStrategy, build_strategy
 from .errors import SpecDecError, unknown_name
 from .verify import VERIFIERS
 
-
 ROUND_TOKENS = 32
-"""Tokens that a batched round verifies at most by default, the roots included. Up to here a forward pass of a CPU costs
-little more than one of single tokens, and then a step."""
+"""Tokens that a batched round verifies at most by default, the roots included. Up to here a forward pass on a CPU
+costs little more than one of single tokens."""
 
 
 @dataclass(frozen=True)

@@ -103,3 +103,23 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
         raise SpecDecError(f"{type(model).__name__} cannot be cut to its first layers: {missing[0]} has no weights.")
     shallow.tie_weights()
     return shallow.to(model.device).eval()
+
+
+def shallow_directory(count: int) -> Path:
+    """Directory of a draft model: the first `count` layers of SmolLM2-135M-Instruct."""
+    source = smollm2_directory()
+    directory = source.with_name(f"{source.name}-first-{count}-layers")
+    if not directory.is_dir():
+        with tempfile.TemporaryDirectory(dir=directory.parent, prefix="cut-") as work:
+            made = Path(work) / "model"
+            logging.disable_progress_bar()
+            first_layers(AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16), count).save_pretrained(
+                made
+            )
+            AutoTokenizer.from_pretrained(source).save_pretrained(made)
+            made.rename(directory)
+    return directory
+
+
+if __name__ == "__main__":  # for scripts: the target's directory, and a draft model's
+    print(smollm2_directory(), shallow_directory(4), sep="\n")

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 import hf_specdec
+import hf_specdec_eval
 
 PACKAGE = Path(hf_specdec.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+HARNESS = Path(hf_specdec_eval.__file__).parent
+EVERY_FILE = [*FILES, *sorted(HARNESS.rglob("*.py"))]
 FILE_LINES = 400
 FUNCTION_LINES = 60
 LOOP_LINES = 150
@@ -90,7 +93,8 @@ def units_imported(path: Path, late: bool = True) -> list[tuple[int, str]]:
 
 
 def relative(path: Path) -> str:
-    return str(path.relative_to(PACKAGE))
+    """Within the package; of the harness with `eval/` before it."""
+    return str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else f"eval/{path.relative_to(HARNESS)}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
@@ -153,14 +157,23 @@ def test_the_harness_is_imported_late_and_by_the_command_line_alone():
                 assert late, f"{relative(path)}:{line} imports {name}."
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
+@pytest.mark.parametrize("path", sorted(HARNESS.rglob("*.py")), ids=relative)
+def test_the_harness_uses_public_names_only(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "hf_specdec":
+            assert node.module == "hf_specdec", f"{relative(path)}:{node.lineno} imports from {node.module}."
+            for alias in node.names:
+                assert alias.name in hf_specdec.__all__, f"{relative(path)}:{node.lineno}: {alias.name} is not public."
+
+
+@pytest.mark.parametrize("path", EVERY_FILE, ids=relative)
 def test_files_are_short(path):
     limit = LOOP_LINES if relative(path) == "loop.py" else FILE_LINES
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= limit, f"{relative(path)} has {lines} lines, {limit} is the ceiling: find what can be a module."
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
+@pytest.mark.parametrize("path", EVERY_FILE, ids=relative)
 def test_functions_are_short(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -170,7 +183,7 @@ def test_functions_are_short(path):
 
 
 def test_nothing_refers_to_files_outside_the_repository():
-    for path in PACKAGE.rglob("*"):
+    for path in (*PACKAGE.rglob("*"), *HARNESS.rglob("*")):
         if path.suffix in (".py", ".yaml", ".json", ".typed", ".md") and path.is_file():
             text = path.read_text(encoding="utf-8")
             for stray in ("../shared", "/work/"):
@@ -178,9 +191,10 @@ def test_nothing_refers_to_files_outside_the_repository():
 
 
 def test_public_names_exist_once_and_in_order():
-    assert len(hf_specdec.__all__) == len(set(hf_specdec.__all__))
-    for name in hf_specdec.__all__:
-        assert hasattr(hf_specdec, name), f"__all__ names {name}, which is not there"
+    for package in (hf_specdec, hf_specdec_eval):
+        assert len(package.__all__) == len(set(package.__all__))
+        for name in package.__all__:
+            assert hasattr(package, name), f"__all__ names {name}, which is not there"
 
 
 @pytest.mark.parametrize("name", hf_specdec.__all__)
@@ -205,7 +219,7 @@ def test_public_methods_are_documented(name):
         assert inspect.getdoc(getattr(value, attribute)), f"{name}.{attribute} has no docstring"
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
+@pytest.mark.parametrize("path", EVERY_FILE, ids=relative)
 def test_modules_say_what_they_own(path):
     documentation = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     assert documentation, f"{relative(path)} has no docstring"

@@ -1,7 +1,7 @@
 """Draft strategies. One module each; importing it registers its name."""
 
 from .adapter import CandidateAdapter
-from .base import Drafter, DraftStrategy, register_strategy
+from .base import Drafter, DraftStrategy, known_strategies, register_strategy
 from .draft_model import DraftModel, frequent_tokens
 from .prompt_lookup import PromptLookup
 from .suffix import Suffix, SuffixMemory
@@ -15,5 +15,6 @@ __all__ = [
     "Suffix",
     "SuffixMemory",
     "frequent_tokens",
+    "known_strategies",
     "register_strategy",
 ]

@@ -1,0 +1,32 @@
+"""Measure draft strategies on a model: acceptance, wall clock, quality and losslessness.
+
+`run_bench` measures, `verify` checks, `plan` forecasts; `expected_tokens`, `compute_speedup` and `find_optimal_length`
+are the formulas.
+"""
+
+from .bench import run_bench
+from .config import RunConfig
+from .cost import CostCurve, measure_costs
+from .length_plan import load_run, plan
+from .lossless import Verdict, verify
+from .planning import compute_speedup, expected_tokens, find_optimal_length
+from .task import Sample, Task, load_samples, load_task, task_names
+
+__all__ = [
+    "CostCurve",
+    "RunConfig",
+    "Sample",
+    "Task",
+    "Verdict",
+    "compute_speedup",
+    "expected_tokens",
+    "find_optimal_length",
+    "load_run",
+    "load_samples",
+    "load_task",
+    "measure_costs",
+    "plan",
+    "run_bench",
+    "task_names",
+    "verify",
+]

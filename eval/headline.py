@@ -1,0 +1,57 @@
+"""What a run ends with on the terminal: a table for the eye, one line for a script."""
+
+from typing import Any
+
+from rich.table import Table
+
+
+def headline(results: dict[str, Any], output: str) -> dict[str, Any]:
+    """Per task the fastest of our strategies and what it gains.
+
+    Args:
+        results: the content of `results.json`.
+        output: the directory that holds it.
+    """
+    ours = [each["label"] for each in results["methods"] if each["kind"] == "ours"]
+    tasks = {}
+    for table in results["tables"]:
+        cells = {label: table["cells"][label] for label in ours if table["cells"].get(label, {}).get("tokens")}
+        if table["part"] != "all" or not cells:
+            continue
+        best = max(cells, key=lambda label: cells[label]["speedup"])
+        same = results["identity"].get(best, {})
+        tasks[table["task"]] = {
+            "fastest": best,
+            **{
+                name: cells[best][name]
+                for name in ("tokens_per_second", "speedup", "speedup_interval", "within_noise")
+            },
+            "identical": same.get("identical"),
+            "compared": same.get("compared"),
+        }
+    return {"output": output, "tasks": tasks, "failures": len(results["failures"])}
+
+
+def tables(results: dict[str, Any]) -> list[Table]:
+    """One table per task and part, a row per method."""
+    made, sure = [], f"{results['confidence']:.0%} interval"
+    for each in results["tables"]:
+        table = Table("method", title=f"{each['task']}, {each['part']}")
+        for name in ("tokens/s", "speed-up", sure, "tokens per forward", "identical"):
+            table.add_column(name, justify="right")
+        for label, cell in each["cells"].items():
+            interval, same = cell["speedup_interval"], results["identity"].get(label)
+            table.add_row(
+                label,
+                _number(cell["tokens_per_second"], ".1f"),
+                _number(cell["speedup"], ".2f") + "x",
+                "" if interval is None else f"{interval[0]:.2f} - {interval[1]:.2f}",
+                _number(cell["tokens_per_forward"], ".2f"),
+                f"{same['identical']} of {same['compared']}" if same and each["part"] == "all" else "",
+            )
+        made.append(table)
+    return made
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

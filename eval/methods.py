@@ -1,0 +1,84 @@
+"""The ways to call `generate` that a run compares: plain, what transformers has, and our strategies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec import VERIFIERS, DraftModel, SpecDecConfig
+
+from .config import RunConfig, StrategySpec
+
+PLAIN = "plain"
+STOCK_LOOKUP_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to call `generate`.
+
+    Args:
+        label: unique in a run.
+        kind: "plain", "stock" or "ours".
+        arguments: what is added to the call.
+        spec: the strategy, for ours.
+    """
+
+    label: str
+    kind: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    spec: StrategySpec | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What results say about it."""
+        config = {} if self.spec is None else self.spec.config
+        verifier = config.get("verifier")
+        return {
+            "label": self.label,
+            "kind": self.kind,
+            "lossless": verifier is None or VERIFIERS[verifier].lossless,
+            "verifier": verifier,
+            "strategy": config.get("strategy"),
+            "max_draft_tokens": config.get("max_draft_tokens"),
+        }
+
+
+def build_methods(
+    config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Method], list[str]]:
+    """The methods of a run, plain `generate` first, and a sentence for each baseline that cannot run here.
+
+    A draft model is loaded once, and serves our strategy and the stock baseline beside it.
+    """
+    methods, notes = [Method(PLAIN, "plain")], []
+    if model.device.type == "cuda":  # there generate compiles by default once the cache is static
+        methods.append(Method("plain_compiled", "plain", {"cache_implementation": "static"}))
+    drafts = {name: _load_draft(name, model) for each in config.strategies if (name := each.draft_model)}
+    if config.batch_size == 1:
+        methods.append(Method("stock_prompt_lookup", "stock", {"prompt_lookup_num_tokens": STOCK_LOOKUP_TOKENS}))
+        for number, draft in enumerate(drafts.values(), start=1):
+            label = "stock_assistant" if len(drafts) == 1 else f"stock_assistant_{number}"
+            methods.append(Method(label, "stock", {"assistant_model": draft}))
+    else:
+        notes.append("transformers' own assisted generation takes one prompt at a time, so it is not compared.")
+    return methods + [_ours(each, drafts, tokenizer) for each in config.strategies], notes
+
+
+def _load_draft(name: str, model: PreTrainedModel) -> PreTrainedModel:
+    draft = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype)
+    return draft.to(model.device).eval()
+
+
+def _ours(spec: StrategySpec, drafts: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> Method:
+    """The method of a strategy; a draft model's name becomes the model."""
+    fields = dict(spec.config)
+    if (name := spec.draft_model) is not None and fields["strategy"] == DraftModel.name:
+        options = {**fields.pop("strategy_options"), "model": drafts[name]}
+        fields["strategy"] = DraftModel(**options)
+    return Method(spec.label, "ours", {"assistant_strategy": SpecDecConfig(**fields)}, spec)
+
+
+def lossless_labels(methods: Sequence[Method]) -> list[str]:
+    """Labels of the methods that must give the text of plain `generate`."""
+    return [each.label for each in methods if each.to_dict()["lossless"]]
