@@ -6,8 +6,9 @@ import torch
 from conftest import prompt, tiny
 
 import hf_specdec
-from hf_specdec import SpecDecConfig, SpecDecError, Suffix
+from hf_specdec import DraftModel, SpecDecConfig, SpecDecError, Suffix
 from hf_specdec.drafters import SuffixMemory
+from hf_specdec.drafters.draft_model import load_vocabulary
 
 OPTIONS = {"max_new_tokens": 4, "do_sample": False}
 
@@ -129,3 +130,28 @@ def test_a_memory_refuses_what_is_no_text(tokens):
     with pytest.raises(SpecDecError, match=r"SuffixMemory\.add.*token ids"):
         memory.add(tokens)
     assert len(memory) == 0
+
+
+@pytest.mark.parametrize("ids", [[3, 5, 3], (5, 3), np.array([3, 5]), torch.tensor([3, 5]), {3, 5}])
+def test_a_vocabulary_is_any_collection_of_ids(ids):
+    assert load_vocabulary(ids) == [3, 5]
+
+
+@pytest.mark.parametrize("ids", [[], 7, None, [1.5], [True], [-1], [3, "x"], {"a": 1}, np.array([0.5]), [[1, 2]]])
+def test_a_vocabulary_of_other_things_is_refused(ids):
+    with pytest.raises(SpecDecError, match="non-empty list of token ids"):
+        load_vocabulary(ids)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"not json", None])
+def test_a_vocabulary_file_that_cannot_be_read_is_named(content, tmp_path):
+    path = tmp_path / "ids.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SpecDecError, match=r"ids\.json"):
+        load_vocabulary(str(path))
+
+
+def test_a_draft_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(SpecDecError, match=r"draft model .*nothing.* cannot be loaded"):
+        DraftModel(str(tmp_path / "nothing")).load(tiny())

@@ -7,7 +7,7 @@ verifier that reads draft probabilities it is drawn independently, and q goes al
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -61,7 +61,15 @@ class DraftModel(DraftStrategy):
             return self.model
         key = (self.model, like.dtype, str(like.device))
         if key not in _LOADED:
-            _LOADED[key] = AutoModelForCausalLM.from_pretrained(self.model, dtype=like.dtype).to(like.device).eval()
+            try:
+                draft = AutoModelForCausalLM.from_pretrained(self.model, dtype=like.dtype)
+            except (OSError, ValueError) as error:
+                reason = " ".join(str(error).split())
+                raise SpecDecError(
+                    f"The draft model {self.model!r} cannot be loaded; give a name on the hub, a directory, or the "
+                    f"model itself. {reason}"
+                ) from error
+            _LOADED[key] = draft.to(like.device).eval()
         return _LOADED[key]
 
     def build(self, target: Any, request: Any) -> "ModelDrafter":
@@ -254,16 +262,23 @@ class ModelDrafter(Drafter):
 
 
 def load_vocabulary(source: Any) -> list[int]:
-    """Token ids from a list or from a JSON file that holds one. Raises `SpecDecError` when it holds something else."""
+    """Token ids from a sequence, an array, or a JSON file that holds a list of them.
+
+    Raises:
+        SpecDecError: it holds something else.
+    """
     if isinstance(source, (str, Path)):
         try:
-            source = json.loads(Path(source).read_text())
-        except (OSError, json.JSONDecodeError) as error:
+            source = json.loads(Path(source).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:  # ValueError: no UTF-8, no JSON
             raise SpecDecError(
                 f"vocabulary={str(source)!r} is not a readable JSON file with a list of ids: {error}"
             ) from None
-    ids = sorted({each for each in source if isinstance(each, int) and not isinstance(each, bool)})
-    if not ids or len(ids) != len(set(source)) or ids[0] < 0:
+    if hasattr(source, "tolist"):
+        source = source.tolist()
+    given = list(source) if isinstance(source, Iterable) and not isinstance(source, (str, Mapping)) else []
+    ids = sorted({each for each in given if isinstance(each, int) and not isinstance(each, bool)})
+    if not ids or len(ids) != len({repr(each) for each in given}) or ids[0] < 0:
         raise SpecDecError("A draft vocabulary is a non-empty list of token ids >= 0.")
     return ids
 
