@@ -4,9 +4,11 @@ Each process measures its share of the units and appends rows to its own file; t
 computes quality and intervals, and writes the four files.
 """
 
+import hashlib
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +27,7 @@ from hf_specdec import SpecDecError, enable, unknown_name
 
 from .config import RunConfig
 from .measure import Meter
-from .methods import Method, build_methods
+from .methods import PLAIN, Method, build_methods, loading
 from .quality import check_metrics
 from .results import build_results, write_results
 from .rows import ROWS_FILE, Row, RowFile, key, merge_rows, prepare_directory, read_file, read_rows
@@ -49,6 +51,11 @@ class Unit:
     task: str
     samples: tuple[Sample, ...]
 
+    def described(self) -> list[dict[str, str]]:
+        """Per sample its id, its part, and a digest of all that is asked, by which a resumed run knows its rows."""
+        digests = [hashlib.sha256(repr(each).encode()).hexdigest()[:16] for each in self.samples]
+        return [{"id": each.id, "part": each.part, "digest": own} for each, own in zip(self.samples, digests)]
+
 
 def make_units(tasks: Sequence[Task], samples: Sequence[Sequence[Sample]], batch_size: int) -> list[Unit]:
     """The units of a run: the samples of each task in order, `batch_size` at a time."""
@@ -65,6 +72,38 @@ def make_units(tasks: Sequence[Task], samples: Sequence[Sequence[Sample]], batch
     return units
 
 
+def check_names(tasks: Sequence[Task], samples: Sequence[Sequence[Sample]]) -> None:
+    """Raise `SpecDecError` where tables of tasks and parts could not be told apart by their names."""
+    for name, count in Counter(each.name for each in tasks).items():
+        if count > 1:
+            raise SpecDecError(f"The task {name!r} is given {count} times; give it once.")
+    for task, own in zip(tasks, samples):
+        parts = {each.part for each in own}
+        if len(parts) > 1 and "all" in parts:
+            raise SpecDecError(
+                f"The task {task.name!r} has a part 'all', which is what all parts together are called; rename it "
+                "with `parts` in the task file."
+            )
+
+
+def check_rows(rows: Sequence[Row], units: Sequence[Unit], methods: Sequence[Method]) -> None:
+    """Raise `SpecDecError` unless the rows of an earlier start are of these prompts and methods."""
+    labels = {each.label for each in methods}
+    for row in rows:
+        before, now = row.get("samples", []), units[row["unit"]].described() if row["unit"] < len(units) else []
+        place = f"The row of unit {row['unit']}, repeat {row['repeat']}"
+        if len(before) != len(now) or not all(old.items() <= new.items() for old, new in zip(before, now)):
+            raise SpecDecError(
+                f"{place}, is of other prompts than this run's: a task or its data have changed since. Give another "
+                "--output, or put them back."
+            )
+        if row["methods"].keys() != labels:
+            raise SpecDecError(
+                f"{place}, has the methods {', '.join(row['methods'])} and this run {', '.join(sorted(labels))}: it "
+                "was measured on another kind of device. Give another --output."
+            )
+
+
 def load_target(config: RunConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The enabled target in evaluation mode, and its tokenizer.
 
@@ -77,13 +116,11 @@ def load_target(config: RunConfig, device: torch.device) -> tuple[PreTrainedMode
         how["device_map"] = config.device_map
     if config.attention is not None:
         how["attn_implementation"] = config.attention
-    try:
+    with loading(config.model):
         tokenizer = AutoTokenizer.from_pretrained(config.model, revision=config.revision)
         model = AutoModelForCausalLM.from_pretrained(config.model, revision=config.revision, **how)
         if config.device_map is None:
             model.to(device)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:  # transformers and torch raise all of these
-        raise SpecDecError(f"{config.model} cannot be loaded: {' '.join(str(error).split())}") from error
     return enable(model.eval()), tokenizer
 
 
@@ -96,23 +133,26 @@ def run_bench(config: RunConfig, resume: bool = False, console: Console | None =
     Raises:
         SpecDecError: before anything is measured where the run cannot be made, or where rows cannot be written.
     """
-    console = console or Console(stderr=True, highlight=False)
+    console = console or Console(stderr=True, highlight=False, markup=False, emoji=False)
     state = processes()
     tasks = [load_task(each) for each in (*config.tasks, *config.task_files)]
     places = data_dirs(config, tasks)
     directory = Path(config.output)
     with state.main_process_first():
         samples = [load_samples(each, config.limit, places) for each in tasks]
+        check_names(tasks, samples)
         by_id = {each.id: each for own in samples for each in own}
         check_metrics(by_id, {each.name: each for each in tasks}, config.allow_code_execution)
-        prepare_directory(config, resume or not state.is_main_process)
+        if state.is_local_main_process:  # one per machine: they may not share a file system
+            prepare_directory(config, resume or not state.is_main_process)
     units = make_units(tasks, samples, config.batch_size)
     done = read_rows(directory, console.print)
     state.wait_for_everyone()
     model, tokenizer = load_target(config, state.device)
     methods, notes = build_methods(config, model, tokenizer)
+    check_rows(done, units, methods)
     meter = Meter(model, tokenizer, config.temperature, config.seed)
-    known = {key(row) for row in done}
+    known: set[tuple[int, int]] = set().union(*gather_object([{key(row) for row in done}]))
     todo = [(repeat, unit) for repeat in range(config.repeats) for unit in units if (repeat, unit.number) not in known]
     mine = todo[state.process_index :: state.num_processes]
     name = ROWS_FILE if state.num_processes == 1 else f"rows-{state.process_index}.jsonl"
@@ -150,8 +190,10 @@ def processes() -> PartialState:
 
 def data_dirs(config: RunConfig, tasks: Sequence[Task]) -> str | dict[str, str] | None:
     """Where local data sets are: one directory, or a file or directory per task."""
-    named = dict(each.split("=", 1) for each in config.data_dir if "=" in each)
-    plain = [each for each in config.data_dir if "=" not in each]
+    pairs = [each.split("=", 1) for each in config.data_dir if "=" in each]
+    named, plain = dict(pairs), [each for each in config.data_dir if "=" not in each]
+    if len(named) < len(pairs):
+        raise SpecDecError("--data-dir TASK=PATH is given twice for one task; give it once.")
     if (named and plain) or len(plain) > 1:
         raise SpecDecError("--data-dir is one directory, or any number of TASK=PATH.")
     known = [each.name for each in tasks]
@@ -165,12 +207,13 @@ def warm_up(meter: Meter, methods: Sequence[Method], todo: Sequence[tuple[int, U
     """One short call of each method, not measured. Returns its seconds.
 
     Raises:
-        SpecDecError: a method cannot run at all.
+        SpecDecError: plain `generate` or a strategy cannot run at all. A baseline that cannot
+            fails in each row.
     """
     started = time.perf_counter()
     for method in methods if todo else ():
         entry = meter.run(method, todo[0][1].samples, tokens)
-        if entry["error"] is not None:
+        if entry["error"] is not None and (method.kind == "ours" or method.label == PLAIN):
             raise SpecDecError(f"{method.label} cannot run here, nothing was measured. {entry['error']}")
     return time.perf_counter() - started
 
@@ -190,7 +233,7 @@ def measured(
             "unit": unit.number,
             "repeat": repeat,
             "task": unit.task,
-            "samples": [{"id": each.id, "part": each.part} for each in unit.samples],
+            "samples": unit.described(),
             "order": [each.label for each in order],
             "process": process,
             "own_seconds": now - started - timed,

@@ -37,15 +37,18 @@ def clean_errors() -> Iterator[None]:
         yield
     except (SpecDecError, OSError) as error:
         told = " ".join(str(error).split())
-        Console(stderr=True, highlight=False).print(f"Error: {told}", style="red", markup=False, soft_wrap=True)
+        console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        console.print(f"Error: {told}", style="red", soft_wrap=True)
         raise typer.Exit(2) from None
 
 
 def target_config(
-    model: str, dtype: str, revision: str | None, device_map: str | None, attention: str | None
+    model: str, dtype: str, revision: str | None, device_map: str | None, attention: str | None, seed: int = 0
 ) -> RunConfig:
-    """How a model is loaded."""
-    return RunConfig(model=model, dtype=dtype, revision=revision, device_map=device_map, attention=attention)
+    """How a model is loaded, and the seed."""
+    return RunConfig(
+        model=model, dtype=dtype, revision=revision, device_map=device_map, attention=attention, seed=seed
+    )
 
 
 def device() -> torch.device:
@@ -70,15 +73,15 @@ def verify_command(
     attention: Attention = None,
 ) -> None:
     """Check that strategies give the text, or the law, of plain `generate`. Status 0 if they do, 1 if not."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     with clean_errors():
         configs = [SpecDecConfig(**parse_strategy(each).config) for each in strategy]
-        loading = target_config(model, dtype, revision, device_map, attention)
+        loading = target_config(model, dtype, revision, device_map, attention, seed)
         prompts = prompt or [each.turns[0] for each in load_samples(load_task("builtin"), VERIFY_PROMPTS, None)]
         with Console(stderr=True).status("Checking ..."):
             verdict = verify(*load_target(loading, device()), configs, prompts, max_new_tokens, samples, seed)
     console.print(verdict.table())
-    console.print(verdict.sentence, markup=False, soft_wrap=True)
+    console.print(verdict.sentence, soft_wrap=True)
     if not verdict.passed:
         raise typer.Exit(1)
 
@@ -112,7 +115,7 @@ def plan_command(
         config = SpecDecConfig(**parse_strategy(strategy).config)
         rates = None if acceptance is None else parse_rates(acceptance)
         known = rates if rates is not None else load_run(str(results), config, label)
-        longest = max_length or (len(rates) if isinstance(rates, list) else 16)
+        longest = (len(rates) if isinstance(rates, list) else 16) if max_length is None else max_length
         loading = target_config(model, dtype, revision, device_map, attention)
         plan(load_target(loading, device())[0], config, known, longest, context)
 

@@ -4,6 +4,7 @@ A run's configuration is kept beside its rows; rows of different configurations 
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -14,7 +15,11 @@ import yaml
 from hf_specdec import SpecDecConfig, SpecDecError, known_strategies, unknown_name
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-CONFIG_FIELDS = tuple(each.name for each in fields(SpecDecConfig))
+CONFIG_FIELDS = tuple(each.name for each in fields(SpecDecConfig) if not each.name.startswith("strategy"))
+"""Options of a strategy given as text that are not the strategy's own."""
+BASELINES, STOCK = ("plain", "plain_compiled"), "stock_"
+"""Labels of the baselines, and what those of transformers' own methods begin with."""
+SEEDS = 2**63
 
 
 @dataclass(frozen=True)
@@ -88,16 +93,14 @@ class RunConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecDecError(f"{name}={value!r} is no count; give a whole number of at least 1.")
-        if (
-            isinstance(self.temperature, bool)
-            or not isinstance(self.temperature, (int, float))
-            or self.temperature < 0
-        ):
-            raise SpecDecError(f"temperature={self.temperature!r} is no temperature; give a number of at least 0.")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise SpecDecError(f"seed={self.seed!r} is no seed; give a whole number of at least 0.")
-        if not isinstance(self.model, str) or not self.model:
-            raise SpecDecError(f"model={self.model!r} is neither a hub name nor a directory.")
+        heat = self.temperature
+        if isinstance(heat, bool) or not isinstance(heat, (int, float)) or not 0 <= heat < math.inf:
+            raise SpecDecError(f"temperature={heat!r} is no temperature; give a finite number of at least 0.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < SEEDS:
+            raise SpecDecError(f"seed={self.seed!r} is no seed; give a whole number of at least 0, below 2**63.")
+        if not isinstance(self.allow_code_execution, bool):
+            raise SpecDecError(f"allow_code_execution={self.allow_code_execution!r} is neither true nor false.")
+        self._check_texts()
         if self.dtype not in DTYPES:
             raise unknown_name("dtype", self.dtype, DTYPES)
         if not self.tasks and not self.task_files:
@@ -106,6 +109,24 @@ class RunConfig:
         twice = sorted({each for each in labels if labels.count(each) > 1})
         if twice:
             raise SpecDecError(f"Strategy {twice[0]!r} is given twice; give each its own label: LABEL@SPEC.")
+        for label in labels:
+            if label in BASELINES or label.startswith(STOCK):
+                raise SpecDecError(
+                    f"{label!r} is the label of a baseline, which every run has, and cannot be a strategy's; give "
+                    "another: LABEL@SPEC."
+                )
+
+    def _check_texts(self) -> None:
+        """Raise `SpecDecError` where a field of texts holds something else."""
+        for name in ("model", "output", "revision", "device_map", "attention"):
+            value = getattr(self, name)
+            optional = name not in ("model", "output")
+            if not ((value is None and optional) or (isinstance(value, str) and value.strip())):
+                raise SpecDecError(f"{name}={value!r} is no text; give a name{'' if optional else ' or a path'}.")
+        for name in ("tasks", "task_files", "data_dir"):
+            for value in getattr(self, name):
+                if not isinstance(value, str) or not value.strip():
+                    raise SpecDecError(f"{value!r} in {name} is no text; give names or paths.")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, JSON-able."""
@@ -113,35 +134,32 @@ class RunConfig:
         values["strategies"] = [each.to_dict() for each in self.strategies]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
-    def fingerprint(self) -> str:
-        """What two runs must share for their rows to belong together, as text. Where the results go is not part."""
-        kept = {name: value for name, value in self.to_dict().items() if name != "output"}
-        return json.dumps(kept, sort_keys=True)
-
     def with_lengths(self, lengths: Iterable[int]) -> "RunConfig":
         """Each strategy once per draft length, for a sweep."""
+        if not self.strategies:
+            raise SpecDecError("Draft lengths are those of strategies, and the run has none; give --strategy SPEC.")
         swept = [
             StrategySpec(f"{each.label}({length})", {**each.config, "max_draft_tokens": length})
             for each in self.strategies
             for length in lengths
         ]
-        return replace(self, strategies=tuple(swept)) if swept else self
+        return replace(self, strategies=tuple(swept))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """The run with these fields; strategies as texts, mappings or `StrategySpec`s."""
+        """The run with these fields; strategies as texts, mappings or `StrategySpec`s. None is the same as absent."""
         known = [each.name for each in fields(cls)]
         for name in values:
             if name not in known:
                 raise unknown_name("field of a run", name, known)
-        if "model" not in values:
+        ready = {name: value for name, value in values.items() if value is not None}
+        if "model" not in ready:
             raise SpecDecError("A run needs a model; give --model NAME_OR_PATH.")
-        ready = dict(values)
         for name in ("tasks", "task_files", "data_dir", "strategies"):
             if isinstance(ready.get(name), str):
                 ready[name] = [ready[name]]
             if name in ready and not isinstance(ready[name], (list, tuple)):
-                raise SpecDecError(f"{name}={ready[name]!r} is no list.")
+                raise SpecDecError(f"{name}={ready[name]!r} is no list; give one, as in [{ready[name]!r}].")
             if name in ready:
                 ready[name] = tuple(ready[name])
         ready["strategies"] = tuple(parse_strategy(each) for each in ready.get("strategies", ()))
@@ -176,8 +194,10 @@ def parse_strategy(given: Any) -> StrategySpec:
     if not isinstance(given, str) or not given:
         raise SpecDecError(f"strategy {given!r} is neither a text nor a mapping.")
     label, marked, text = given.partition("@")
-    if not marked:
+    if not marked or Path(given).exists():
         label, text = "", given
+    if not text:
+        raise SpecDecError(f"strategy {given!r} is a label without a strategy; give LABEL@SPEC.")
     if text.endswith((".yaml", ".yml")):
         values = read_yaml(text)
         named = values.pop("label", None)
@@ -191,6 +211,8 @@ def parse_strategy(given: Any) -> StrategySpec:
         if not separator or not option:
             raise SpecDecError(f"{pair!r} in strategy {given!r} is not of the form option=value.")
         where = values if option in CONFIG_FIELDS else values["strategy_options"]
+        if option in where:
+            raise SpecDecError(f"{option!r} is given twice in strategy {given!r}.")
         where[option] = _value(value)
     return _spec(label or text, values)
 
@@ -204,5 +226,9 @@ def _value(text: str) -> Any:
 
 def _spec(label: str, values: dict[str, Any]) -> StrategySpec:
     """Check the fields now, before a model is loaded; a draft model stays a name."""
-    config = SpecDecConfig.from_dict(values)
-    return StrategySpec(str(label), config.to_dict())
+    config = SpecDecConfig.from_dict(values).to_dict()
+    try:
+        json.dumps(config)
+    except (TypeError, ValueError) as error:
+        raise SpecDecError(f"Strategy {label!r} has a setting that no file can hold: {error}.") from None
+    return StrategySpec(str(label), config)

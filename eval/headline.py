@@ -18,16 +18,16 @@ def headline(results: dict[str, Any], output: str) -> dict[str, Any]:
         cells = {label: table["cells"][label] for label in ours if table["cells"].get(label, {}).get("tokens")}
         if table["part"] != "all" or not cells:
             continue
-        best = max(cells, key=lambda label: cells[label]["speedup"])
-        same = results["identity"].get(best, {})
+        best = max(cells, key=lambda label: cells[label]["speedup"] or 0.0)
+        same = _same(results, best, table["task"])
         tasks[table["task"]] = {
             "fastest": best,
             **{
                 name: cells[best][name]
                 for name in ("tokens_per_second", "speedup", "speedup_interval", "within_noise")
             },
-            "identical": same.get("identical"),
-            "compared": same.get("compared"),
+            "identical": same and same["identical"],
+            "compared": same and same["compared"],
         }
     return {"output": output, "tasks": tasks, "failures": len(results["failures"])}
 
@@ -36,15 +36,16 @@ def tables(results: dict[str, Any]) -> list[Table]:
     """One table per task and part, a row per method."""
     made, sure = [], f"{results['confidence']:.0%} interval"
     for each in results["tables"]:
-        table = Table("method", title=f"{each['task']}, {each['part']}")
+        table = Table(title=f"{each['task']}, {each['part']}")
+        table.add_column("method", no_wrap=True)
         for name in ("tokens/s", "speed-up", sure, "tokens per forward", "identical"):
             table.add_column(name, justify="right")
         for label, cell in each["cells"].items():
-            interval, same = cell["speedup_interval"], results["identity"].get(label)
+            interval, same = cell["speedup_interval"], _same(results, label, each["task"])
             table.add_row(
                 label,
                 _number(cell["tokens_per_second"], ".1f"),
-                _number(cell["speedup"], ".2f") + "x",
+                _number(cell["speedup"], ".2f", "x"),
                 "" if interval is None else f"{interval[0]:.2f} - {interval[1]:.2f}",
                 _number(cell["tokens_per_forward"], ".2f"),
                 f"{same['identical']} of {same['compared']}" if same and each["part"] == "all" else "",
@@ -53,5 +54,11 @@ def tables(results: dict[str, Any]) -> list[Table]:
     return made
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _same(results: dict[str, Any], label: str, task: str) -> dict[str, int] | None:
+    """How many texts of a task are plain's, of those compared."""
+    found = results["identity"].get(label)
+    return found["by_task"].get(task) if found else None
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else format(value, form) + unit

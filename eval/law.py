@@ -110,12 +110,16 @@ class Law:
         return cell
 
     def draw(self, config: SpecDecConfig | None, draws: int, temperature: float) -> Draws:
-        """Sample texts with `generate`, a token longer than the law so that its last one may be a draft."""
+        """Sample texts with `generate`, every other call a token longer than the law.
+
+        The last token of the law may then be a draft, and else the one after a draft that was accepted whole.
+        """
         counts: Counter[Cell] = Counter()
         accepted = drafted = 0
         prompt = torch.tensor([self.context], device=self.model.device)
         with _bare_generation(self.model):
-            for start in range(0, draws, ROWS):
+            rows = min(ROWS, math.ceil(draws / 2))
+            for number, start in enumerate(range(0, draws, rows)):
                 output = self.model.generate(
                     prompt,
                     attention_mask=torch.ones_like(prompt),
@@ -123,8 +127,8 @@ class Law:
                     do_sample=True,
                     temperature=temperature,
                     top_k=TOP_K,
-                    max_new_tokens=STEPS + 1,
-                    num_return_sequences=min(ROWS, draws - start),
+                    max_new_tokens=STEPS + 1 - number % 2,
+                    num_return_sequences=min(rows, draws - start),
                     return_dict_in_generate=True,
                 )
                 counts.update(map(self.cell_of, output.sequences[:, prompt.shape[1] :].tolist()))

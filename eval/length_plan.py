@@ -23,8 +23,7 @@ from .planning import (
     forecast,
     measured_calls,
 )
-from .results import RESULTS_FILE
-from .rows import read_rows
+from .rows import RESULTS_FILE, read_rows
 
 APART = 128
 """Least distance of the contexts at which costs are measured."""
@@ -65,25 +64,30 @@ def load_run(path: str | Path, strategy: Any, label: str | None = None) -> Measu
         results = json.loads(file.read_text(encoding="utf-8"))
         ours = [each for each in results["methods"] if each["kind"] == "ours"]
         run = results["config"]
+        settings = {each["label"]: each.get("strategy_options") for each in run["strategies"]}
         adaptive = {each["label"] for each in run["strategies"] if each.get("schedule", "constant") != "constant"}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        batch_size, temperature = run["batch_size"], run["temperature"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecDecError(f"{file} is no results file of hf-specdec bench: {type(error).__name__} {error}.") from None
-    default = replace(config, max_draft_tokens=None).draft_tokens(run["batch_size"])
+    asked = config.to_dict()["strategy_options"] if isinstance(config.strategy, str) else None
+    named = f"{config.resolved.name!r}" + (f" with {asked}" if asked else "")
+    default = replace(config, max_draft_tokens=None).draft_tokens(batch_size)
     lengths = {
         each["label"]: default if each["max_draft_tokens"] is None else each["max_draft_tokens"]
         for each in ours
         if each["strategy"] == config.resolved.name and each["label"] not in adaptive
+        if asked is None or settings.get(each["label"]) in (None, asked)
     }
     if label is not None and label not in lengths:
-        raise unknown_name(f"method with strategy {config.resolved.name!r} and one draft length:", label, lengths)
+        raise unknown_name(f"method with strategy {named} and one draft length:", label, lengths)
     longest = max(lengths.values(), default=0)
     fitting = [each for each, own in lengths.items() if own == longest] if label is None else [label]
     if len(fitting) != 1 or not lengths[fitting[0]]:
         found = f"fits {', '.join(map(repr, fitting))}" if longest else "was not drafted with"
-        raise SpecDecError(f"Strategy {config.resolved.name!r} {found} in {file}; one method is needed, name it.")
+        raise SpecDecError(f"Strategy {named} {found} in {file}; one method is needed, name it.")
     rows = read_rows(file.parent, lambda message: None)
     calls = tuple(measured_calls(rows, fitting[0], lengths[fitting[0]]))
-    return MeasuredRun(fitting[0], lengths[fitting[0]], calls, run["batch_size"], run["temperature"])
+    return MeasuredRun(fitting[0], lengths[fitting[0]], calls, batch_size, temperature)
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,8 @@ def plan(
         console: where the table goes; standard output by default.
     """
     check_length(max_length)
+    if context is not None and context < 1:
+        raise SpecDecError(f"context={context} is no number of tokens; give at least 1.")
     widths = sorted({each for each in WIDTHS if each <= max_length} | {max_length + 1})
     lengths = range(max_length + 1)
     if isinstance(acceptance, MeasuredRun):

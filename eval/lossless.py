@@ -23,10 +23,10 @@ from hf_specdec import VERIFIERS, SpecDecConfig, SpecDecError, enable
 
 from .law import STEPS, Draws, Law, draws_needed, g_test
 
-NEAR_TIE = 0.25
-"""In half precision, the largest difference of two tokens' logits at which a text may part from plain `generate`'s."""
-LAW_MARGINS = {torch.float16: NEAR_TIE, torch.bfloat16: 2 * NEAR_TIE}
-"""Ties for the last place of the law; 1e-4 in full precision. A wider margin only makes fewer cells."""
+NEAR_TIE = {torch.float16: 0.25, torch.bfloat16: 0.5}
+"""The largest difference of two tokens' logits that rounding may turn over: where a text may part from plain
+`generate`'s, and what counts as a tie for the last place of the law. bfloat16 has steps of 0.125 from 16 to 32, and a
+block of tokens moves each of the two by a step or two. In full precision no text may part."""
 ALPHA = 1e-3
 """The chance that some law test of a verdict fails by accident is at most this."""
 CONTROL_TEMPERATURE = 1.5
@@ -190,7 +190,7 @@ class _Plain:
     def __init__(self, model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, seed: int):
         self.model, self.tokenizer, self.max_new_tokens, self.seed = model, tokenizer, max_new_tokens, seed
         self.prompts = [_encode(tokenizer, each) for each in prompts]
-        self.tie = NEAR_TIE if model.dtype in LAW_MARGINS else -1.0  # in full precision no gap is small enough
+        self.tie = NEAR_TIE.get(model.dtype, -1.0)
         self._texts: dict[tuple[int, bool], tuple[list[int], torch.Tensor]] = {}
         self._laws: dict[int, Law] = {}
         self._controls: dict[tuple[int, int], Draws] = {}
@@ -250,7 +250,7 @@ class _Plain:
             special = set(self.tokenizer.all_special_ids)
             window = ([token for token in said if token not in special] or said)[-WINDOW:]
             context = window + window[: max(1, len(window) - CONTINUED)]
-            self._laws[prompt] = Law(self.model, context, LAW_MARGINS.get(self.model.dtype, 1e-4))
+            self._laws[prompt] = Law(self.model, context, NEAR_TIE.get(self.model.dtype, 1e-4))
         return self._laws[prompt]
 
     def draw(self, prompt: int, config: SpecDecConfig, draws: int, seed: int) -> Draws:

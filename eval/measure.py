@@ -1,10 +1,12 @@
 """One call of `generate`, timed: the same inputs, seed, token count and clock for every method.
 
 Seconds run from the call to the synchronised device after it. Prefill ends with the first forward pass of the target;
-what comes after is decoding. Tokens are counted up to and including the first end-of-sequence token, for all alike.
+what comes after is decoding. Tokens are counted up to and including the first end-of-sequence token, or the one that
+completes a stop text, for all alike.
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .memory import PeakMemory
 from .methods import PLAIN, Method
 from .task import Sample
+
+OVERLAP = 32
+"""Tokens of a prompt in which a stop text may begin."""
 
 
 class ForwardClock:
@@ -109,6 +114,7 @@ class Meter:
 
     def run(self, method: Method, samples: Sequence[Sample], max_new_tokens: int | None) -> dict[str, Any]:
         """All turns of a unit under a method: the method's entry of a row. A failure is part of the entry."""
+        self._reach = 0
         turns: list[dict[str, Any]] = []
         try:
             with PeakMemory(self.model.device) as memory:
@@ -117,7 +123,8 @@ class Meter:
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 torch.accelerator.empty_cache()
-            return {"error": f"{type(error).__name__}: {error}", "turns": [], "peak_memory_bytes": None}
+            told = f"{type(error).__name__}: {error}{self._overrun()}"
+            return {"error": told, "turns": [], "peak_memory_bytes": None}
         return {"error": None, "turns": turns, "peak_memory_bytes": memory.peak_bytes}
 
     def _turn(
@@ -129,6 +136,7 @@ class Meter:
         ]
         first = samples[0]
         stop = {"stop_strings": list(first.stop), "tokenizer": self.tokenizer} if first.stop else {}
+        self._reach = max(map(len, prompts)) + (limit or first.max_new_tokens)
         inputs = pad_left(prompts, self.pad, self.model.device)
         torch.manual_seed(self._seed)
         synchronise(self.model.device)
@@ -149,7 +157,8 @@ class Meter:
             raise RuntimeError(
                 "The model's forward pass cannot be observed, so prefill and decoding cannot be told apart."
             )
-        new = [self._cut(row, first.stop) for row in output.sequences[:, inputs["input_ids"].shape[1] :].tolist()]
+        rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        new = [self._cut(row, first.stop, prompt) for row, prompt in zip(rows, prompts)]
         speculation = getattr(output, "speculation", None)
         return {
             "prompt_tokens": [len(each) for each in prompts],
@@ -170,10 +179,29 @@ class Meter:
             else [list(map(int, row.token_sources[: len(ids)])) for row, ids in zip(speculation.rows, new)],
         }
 
-    def _cut(self, row: list[int], stop: Sequence[str]) -> list[int]:
-        """The tokens of a row without what `generate` fills up after its end."""
-        for index, token in enumerate(row):
-            if token in self._ends or token == self.pad:
-                ended = any(each in self.tokenizer.decode(row[:index], skip_special_tokens=True) for each in stop)
-                return row[: index + (token in self._ends and not ended)]
-        return row
+    def _overrun(self) -> str:
+        """What may be behind an error: a text that is longer than the model has positions for."""
+        positions = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if positions is None or self._reach <= positions:
+            return ""
+        return f" (prompt and answer take up to {self._reach} tokens, and the model has {positions} positions)"
+
+    def _cut(self, row: list[int], stop: Sequence[str], prompt: Sequence[int] = ()) -> list[int]:
+        """The tokens of a row up to its first end-of-sequence token or the one that completes a stop text.
+
+        `generate` goes on or fills up after that while other rows decode, and so does a draft that runs over it.
+        """
+        end = next((index + 1 for index, token in enumerate(row) if token in self._ends), len(row))
+        before = list(prompt[-OVERLAP:])
+        length = len(self._decode(before))
+
+        def stopped(tokens: int) -> bool:
+            text = self._decode(before + row[:tokens])
+            return any(text.find(each, max(0, length - len(each) + 1)) >= 0 for each in stop)
+
+        if stop and stopped(end):
+            return row[: bisect_left(range(end), True, key=stopped)]
+        return row[:end]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

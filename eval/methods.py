@@ -1,12 +1,13 @@
 """The ways to call `generate` that a run compares: plain, what transformers has, and our strategies."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec import VERIFIERS, DraftModel, SpecDecConfig
+from hf_specdec import VERIFIERS, DraftModel, SpecDecConfig, SpecDecError
 
 from .config import RunConfig, StrategySpec
 
@@ -54,7 +55,7 @@ def build_methods(
     methods, notes = [Method(PLAIN, "plain")], []
     if model.device.type == "cuda":  # there generate compiles by default once the cache is static
         methods.append(Method("plain_compiled", "plain", {"cache_implementation": "static"}))
-    drafts = {name: _load_draft(name, model) for each in config.strategies if (name := each.draft_model)}
+    drafts = {name: _load_draft(name, model) for each in config.strategies if (name := each.draft_model) is not None}
     if config.batch_size == 1:
         methods.append(Method("stock_prompt_lookup", "stock", {"prompt_lookup_num_tokens": STOCK_LOOKUP_TOKENS}))
         for number, draft in enumerate(drafts.values(), start=1):
@@ -65,9 +66,20 @@ def build_methods(
     return methods + [_ours(each, drafts, tokenizer) for each in config.strategies], notes
 
 
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Name the model in whatever transformers, torch and the readers of weights and tokenizers raise inside."""
+    try:
+        yield
+    except Exception as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise SpecDecError(f"{name} cannot be loaded. {told}") from error
+
+
 def _load_draft(name: str, model: PreTrainedModel) -> PreTrainedModel:
-    draft = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype)
-    return draft.to(model.device).eval()
+    with loading(name):
+        draft = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype).to(model.device)
+    return draft.eval()
 
 
 def _ours(spec: StrategySpec, drafts: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> Method:
@@ -77,8 +89,3 @@ def _ours(spec: StrategySpec, drafts: dict[str, PreTrainedModel], tokenizer: Pre
         options = {**fields.pop("strategy_options"), "model": drafts[name]}
         fields["strategy"] = DraftModel(**options)
     return Method(spec.label, "ours", {"assistant_strategy": SpecDecConfig(**fields)}, spec)
-
-
-def lossless_labels(methods: Sequence[Method]) -> list[str]:
-    """Labels of the methods that must give the text of plain `generate`."""
-    return [each.label for each in methods if each.to_dict()["lossless"]]

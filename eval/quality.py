@@ -6,6 +6,7 @@ metrics; `METRICS` says which reference columns each wants.
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,8 +200,8 @@ def identity(rows: Sequence[Row], baseline: str = "plain") -> dict[str, dict[str
     differs answer other prompts and are not compared, nor are units that failed for either method.
 
     Returns:
-        By method: `identical`, `compared`, and `divergences` of `sample`, `turn`, `repeat`, `position` and `gap`,
-        which `logit_gaps` fills in.
+        By method: `identical`, `compared`, both again in `by_task`, and `divergences` of `sample`, `turn`, `repeat`,
+        `position` and `gap`, which `logit_gaps` fills in.
     """
     labels = dict.fromkeys(label for row in rows for label in row["methods"] if label != baseline)
     return {label: _compare(_pairs(rows, baseline, label)) for label in labels}
@@ -233,7 +234,7 @@ def _pairs(rows: Sequence[Row], baseline: str, label: str) -> dict[_Pair, int]:
 
 def _compare(pairs: Mapping[_Pair, int]) -> dict[str, Any]:
     if not pairs:
-        return {"identical": 0, "compared": 0, "divergences": []}
+        return {"identical": 0, "compared": 0, "by_task": {}, "divergences": []}
     found = load_metric("identity").compute(
         predictions=[list(pair.text) for pair in pairs], references=[list(pair.reference) for pair in pairs]
     )
@@ -242,7 +243,20 @@ def _compare(pairs: Mapping[_Pair, int]) -> dict[str, Any]:
         for (pair, repeat), position in zip(pairs.items(), found["divergence_positions"])
         if position is not None
     ]
-    return {"identical": len(pairs) - len(divergences), "compared": len(pairs), "divergences": divergences}
+    compared = Counter(_task(pair.sample) for pair in pairs)
+    parted = Counter(_task(each["sample"]) for each in divergences)
+    by_task = {task: {"identical": count - parted[task], "compared": count} for task, count in compared.items()}
+    return {
+        "identical": len(pairs) - len(divergences),
+        "compared": len(pairs),
+        "by_task": by_task,
+        "divergences": divergences,
+    }
+
+
+def _task(sample: str) -> str:
+    """The task of a sample, from its id."""
+    return sample.rpartition("/")[0]
 
 
 def logit_gaps(

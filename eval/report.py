@@ -15,6 +15,7 @@ from hf_specdec import SpecDecError
 
 from .charts import BASELINE, charts
 from .page import Grid, render_page, token_texts
+from .rows import write_atomically
 
 SCHEMA_VERSION = 1
 
@@ -59,8 +60,8 @@ def write_report(
         config=config,
     )
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "report.html").write_text(page, encoding="utf-8")
-    (directory / "report.md").write_text(markdown(title, sentences, [facts, *grids], config), encoding="utf-8")
+    write_atomically(directory / "report.html", page)
+    write_atomically(directory / "report.md", markdown(title, sentences, [facts, *grids], config))
 
 
 def headline(results: dict[str, Any]) -> tuple[str, list[str]]:
@@ -217,7 +218,7 @@ def _task_grid(results: dict[str, Any], task: str) -> Grid:
                 _number(cell["tokens_per_forward"]),
                 _number(accepted["mean_acceptance_length"]),
                 _number(accepted["draft_acceptance_rate"], "{:.1%}"),
-                _identical(results, label),
+                _identical(results, label, task),
                 *(_number(entry["values"].get(label), "{:.3f}") for entry in metrics),
                 _memory(cell["peak_memory_bytes"]),
                 str(cell["prompts"]),
@@ -321,8 +322,11 @@ def _spread(cell: dict[str, Any]) -> str:
     return _number(cell["tokens_per_second"], "{:.1f}") + spread
 
 
-def _identical(results: dict[str, Any], label: str) -> str:
+def _identical(results: dict[str, Any], label: str, task: str | None = None) -> str:
+    """How many of a method's texts are plain's, in all or in one task."""
     found = results["identity"].get(label)
+    if found and task is not None:
+        found = found["by_task"].get(task)
     return f"{found['identical']} of {found['compared']}" if found else "–"
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,12 @@ from .methods import PLAIN, Method
 from .provenance import provenance
 from .quality import identity, logit_gaps, quality
 from .report import SCHEMA_VERSION, write_report
-from .rows import Row, write_atomically
+from .rows import RESULTS_FILE, Row, write_atomically
 from .summary import failures, summarise
 from .task import Sample, Task
 
 CONFIDENCE = 0.99
 """Of the intervals. A table holds many of them, and at 0.95 one in twenty would be wrong."""
-
-RESULTS_FILE = "results.json"
 
 
 def build_results(
@@ -86,10 +85,18 @@ def write_results(
     results: dict[str, Any], rows: Sequence[Row], directory: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Write `results.json`, `report.md` and `report.html`."""
-
-    def pieces(ids: list[int]) -> list[str]:
-        texts = [tokenizer.decode(ids[: end + 1], skip_special_tokens=False) for end in range(len(ids))]
-        return [text[len(before) :] for text, before in zip(texts, ["", *texts])]
-
     write_atomically(directory / RESULTS_FILE, json.dumps(results, indent=1))
-    write_report(results, list(rows), directory, decode=pieces)
+    write_report(results, list(rows), directory, decode=lambda ids: pieces(tokenizer, ids))
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text; a character of several tokens comes with the last of them."""
+
+    def decode(end: int) -> str:
+        return tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    whole, shown = decode(len(ids)), [""]
+    for end in range(1, len(ids) + 1):
+        text = decode(end)
+        shown.append(text if whole.startswith(text) and len(text) > len(shown[-1]) else shown[-1])
+    return [text[len(before) :] for before, text in pairwise(shown)]

@@ -6,7 +6,9 @@ which is dropped when the run is resumed.
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from .config import RunConfig
 Row = dict[str, Any]
 CONFIG_FILE = "run.json"
 ROWS_FILE = "rows.jsonl"
+RESULTS_FILE = "results.json"
 
 
 def key(row: Row) -> tuple[int, int]:
@@ -25,36 +28,45 @@ def key(row: Row) -> tuple[int, int]:
 
 
 def prepare_directory(config: RunConfig, resume: bool) -> Path:
-    """Make the output directory, or check that it belongs to this configuration.
+    """Make the output directory, or check that what was measured there is of this configuration.
 
     Raises:
-        SpecDecError: it holds another configuration's results, or rows while `resume` is false, or it cannot be made.
+        SpecDecError: it holds another configuration's run, or any run while `resume` is false, or it cannot be made.
     """
-    directory = Path(config.output)
+    directory, now = Path(config.output), json.loads(json.dumps(config.to_dict()))
+    kept = directory / CONFIG_FILE
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        kept = directory / CONFIG_FILE
-        if not kept.exists():
-            if row_files(directory):
-                raise SpecDecError(f"{directory} holds rows without {CONFIG_FILE}; give another --output.")
-            write_atomically(kept, json.dumps(config.to_dict(), indent=1))
-            return directory
-        before = json.loads(kept.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        measured = (directory / RESULTS_FILE).exists() or any(each.stat().st_size for each in row_files(directory))
+        before = _read_json(kept)
+    except (OSError, ValueError) as error:
         raise SpecDecError(f"--output {directory} cannot be used: {error}") from None
-    now = json.loads(json.dumps(config.to_dict()))
+    if not measured:
+        if before != now:
+            write_atomically(kept, json.dumps(now, indent=1))
+        return directory
+    if not isinstance(before, dict):
+        raise SpecDecError(f"{directory} holds a run whose {CONFIG_FILE} is missing or broken; give another --output.")
     other = sorted(name for name in {*before, *now} - {"output"} if before.get(name) != now.get(name))
     if other:
         told = f"{other[0]} was {before.get(other[0])!r} there and is {now.get(other[0])!r} now"
         raise SpecDecError(f"{directory} holds results of another configuration ({told}); give another --output.")
-    if row_files(directory) and not resume:
-        raise SpecDecError(f"{directory} holds rows of this configuration; add --resume, or give another --output.")
+    if not resume:
+        raise SpecDecError(f"{directory} holds a run of this configuration; add --resume, or give another --output.")
     return directory
 
 
+def _read_json(path: Path) -> Any:
+    """What a file holds; None where there is no file, or no JSON in it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 def row_files(directory: Path) -> list[Path]:
-    """The files of rows in a directory."""
-    return sorted(directory.glob("rows*.jsonl"))
+    """The files of rows in a directory; a copy under another name is none."""
+    return sorted(each for each in directory.glob("rows*.jsonl") if re.fullmatch(r"rows(-\d+)?\.jsonl", each.name))
 
 
 def read_rows(directory: Path, told: Callable[[str], None]) -> list[Row]:
@@ -74,6 +86,13 @@ def read_file(path: Path) -> list[Row]:
     return _read(path, lambda message: None)[0]
 
 
+def _is_row(value: Any) -> bool:
+    """Whether this is a row, as far as its key and its methods show."""
+    if not isinstance(value, dict) or not isinstance(value.get("methods"), dict):
+        return False
+    return all(isinstance(value.get(name), int) and value[name] >= 0 for name in ("unit", "repeat"))
+
+
 def _read(path: Path, told: Callable[[str], None]) -> tuple[list[Row], int]:
     """The rows of one file, and the bytes that hold them."""
     rows, good = [], 0
@@ -81,7 +100,7 @@ def _read(path: Path, told: Callable[[str], None]) -> tuple[list[Row], int]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            complete = isinstance(row, dict) and {"unit", "repeat", "methods"} <= row.keys() and line.endswith(b"\n")
+            complete = _is_row(row) and line.endswith(b"\n")
         except ValueError:
             complete = False
         if not complete:
@@ -139,10 +158,12 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     passing = path.with_name(path.name + ".part")
     try:
-        with passing.open("w", encoding="utf-8") as file:
+        with passing.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         passing.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            passing.unlink()
         raise SpecDecError(f"{path} cannot be written: {error}. Rows already measured are kept.") from None

@@ -61,11 +61,11 @@ def bench(
         "seed": seed, "repeats": repeats, "output": output, "revision": revision, "dtype": dtype,
         "device_map": device_map, "attention": attention, "allow_code_execution": allow_code_execution,
     }  # fmt: skip
-    errors = Console(stderr=True, highlight=False)
+    errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
     try:
         results, output = carry_out(given, config, draft_lengths, resume)
     except (SpecDecError, OSError) as error:
-        errors.print(f"Error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
+        errors.print(f"Error: {' '.join(str(error).split())}", style="red", soft_wrap=True)
         raise typer.Exit(2) from None
     if results is not None:
         errors.print(*tables(results), f"Reports: {output}/report.md and report.html", sep="\n")
@@ -77,11 +77,11 @@ def carry_out(
 ) -> tuple[dict[str, Any] | None, str]:
     """The run that options and a YAML file stand for. Returns its results and where they are."""
     asked = {name: each for name, each in given.items() if each is not None}
-    values = {**(read_yaml(config) if config else {}), **asked}
-    if values.get("task_files") and "tasks" not in values:
+    values = {**({} if config is None else read_yaml(config)), **asked}
+    if values.get("task_files") and values.get("tasks") is None:
         values["tasks"] = []
     run = RunConfig.from_dict(values)
-    if draft_lengths:
+    if draft_lengths is not None:
         run = run.with_lengths(parse_lengths(draft_lengths))
     return run_bench(run, resume), run.output
 

@@ -134,6 +134,21 @@ def test_a_wrong_residual_fails(target, tokenizer, monkeypatch, strategy):
     assert "not the target's law" in verdict.sentence
 
 
+def wrong_bonus(tree, scores, sampling, noise):
+    """The token after a draft that was accepted whole is the likeliest one, where it should be drawn."""
+    right = VERIFIED(tree, scores, sampling, noise)
+    whole = (right.count == (tree.parents >= 0).sum(1)) & (right.count > 0)
+    likeliest = scores[torch.arange(len(scores)), right.count].argmax(-1)
+    return Acceptance(right.path, right.count, torch.where(whole, likeliest, right.next_token))
+
+
+def test_a_wrong_token_after_a_whole_draft_fails(target, tokenizer, monkeypatch):
+    """It takes more draws than the control does: few of the tokens are wrong."""
+    patch(monkeypatch, "rejection", wrong_bonus)
+    verdict = check(target, tokenizer, "prompt_lookup", "rejection", samples=1000)
+    assert failed(verdict) == ["law of the text"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Argmax(DraftStrategy):
     """Drafts the likeliest tokens of a model and says that they were drawn from its softmax."""

@@ -360,6 +360,29 @@ def test_a_run_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_run(tmp_path / "nowhere.json", "prompt_lookup")
 
 
+def test_a_run_with_other_settings_of_the_strategy_is_refused(tmp_path: Path) -> None:
+    """Acceptance of one draft model says nothing about another."""
+    runs = [{"label": "one", "schedule": "constant", "strategy_options": {"max_ngram": 3}}]
+    path = _write_run(tmp_path, [], [_method("one", 4)], strategies=runs)
+    with pytest.raises(SpecDecError, match="not drafted"):
+        load_run(path, "prompt_lookup")
+    with pytest.raises(SpecDecError, match="Unknown method"):
+        load_run(path, {"strategy": "prompt_lookup", "strategy_options": {"max_ngram": 4}}, label="one")
+    with pytest.raises(SpecDecError, match="No row"):
+        load_run(path, {"strategy": "prompt_lookup", "strategy_options": {"max_ngram": 3}})
+
+
+def test_results_without_a_batch_size_are_no_results(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(json.dumps({"methods": [], "config": {"strategies": []}}))
+    with pytest.raises(SpecDecError, match="no results file"):
+        load_run(tmp_path, "prompt_lookup")
+
+
+def test_a_context_that_is_no_length_is_refused() -> None:
+    with pytest.raises(SpecDecError, match="context=-5"):
+        plan(tiny(), "suffix", 0.5, max_length=1, context=-5)
+
+
 def test_runs_whose_length_adapts_are_no_measure_of_one_length(tmp_path: Path) -> None:
     adaptive = [{"label": "one", "schedule": "adaptive"}]
     path = _write_run(tmp_path, [], [_method("one", 4)], strategies=adaptive)

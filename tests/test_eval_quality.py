@@ -313,10 +313,20 @@ def test_identity_with_plain():
     ]
 
 
+def test_identity_is_told_task_by_task():
+    rows = [
+        row(["a/0"], plain=entry([[1]]), suffix=entry([[1]])),
+        row(["b/0", "b/1"], plain=entry([[2], [3]]), suffix=entry([[2], [4]])),
+    ]
+    found = identity(rows)["suffix"]
+    assert found["by_task"] == {"a": {"identical": 1, "compared": 1}, "b": {"identical": 1, "compared": 2}}
+    assert (found["identical"], found["compared"]) == (2, 3)
+
+
 def test_identity_of_nothing():
     assert identity([]) == {}
     found = identity([row(["a/0"], plain=FAILED, suffix=FAILED)])
-    assert found == {"suffix": {"identical": 0, "compared": 0, "divergences": []}}
+    assert found == {"suffix": {"identical": 0, "compared": 0, "by_task": {}, "divergences": []}}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

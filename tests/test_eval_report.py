@@ -138,7 +138,10 @@ def make_results(rows: list[dict[str, Any]]) -> dict[str, Any]:
             tables.append({"task": task, "part": part, "cells": {label: cell(chosen, label) for label in labels}})
     failed = [(row, label) for row in rows for label in labels if row["methods"][label]["error"]]
     parted = {"sample": rows[0]["samples"][0]["id"], "turn": 0, "position": 5, "gap": 0.1234}
-    same = {label: {"identical": 16, "compared": 16, "divergences": []} for label in labels if label != "plain"}
+    by_task = {task: {"identical": 8, "compared": 8} for task in PARTS}
+    whole = {"identical": 16, "compared": 16, "by_task": by_task, "divergences": []}
+    same = {label: whole for label in labels if label != "plain"}
+    by_task = by_task | {"builtin": {"identical": 7, "compared": 8}}
     accuracy = {label: 0.25 if label == EVIL else 0.5 for label in labels}
     none = {"task": "builtin", "part": "all", "metric": "pass_at_1", "values": None, "note": "code was not run"}
     return {
@@ -164,7 +167,7 @@ def make_results(rows: list[dict[str, Any]]) -> dict[str, Any]:
             for row, label in failed
         ],
         "quality": [{"task": "gsm8k", "part": "all", "metric": "gsm8k_accuracy", "values": accuracy}, none],
-        "identity": same | {"suffix": {"identical": 15, "compared": 16, "divergences": [parted]}},
+        "identity": same | {"suffix": whole | {"identical": 15, "by_task": by_task, "divergences": [parted]}},
         "time": {
             "wall_seconds": 1234.0,
             "measured_seconds": 1200.0,
@@ -302,7 +305,9 @@ def test_task_table(results: dict[str, Any], text: str) -> None:
     found = task["suffix"]
     low, high = found["speedup_interval"]
     assert f"{found['speedup']:.2f}x ({low:.2f}–{high:.2f})" in line
-    assert {"43.2%", "15 of 16", "0.500", "1.50 GiB", "8", f"{found['tokens_per_forward']:.2f}"} <= set(line)
+    assert {"43.2%", "8 of 8", "0.500", "1.50 GiB", "8", f"{found['tokens_per_forward']:.2f}"} <= set(line)
+    assert any("7 of 8" in line for line in lines), "a table of one task counts another's texts"
+    assert any(line[-1] == "15 of 16" for line in lines)
     slow = [line for line in lines if line[0] == f"{EVIL} (lossy)"]
     assert any("within noise" in cell for line in slow for cell in line)
     assert any("0.250 (-0.250)" in line for line in slow)
