@@ -266,6 +266,7 @@ class Calibration:
         request = SpecDecConfig(
             strategy=strategy,
             verifier="exact" if self.config is None else self.config.verifier,
+            verifier_options={} if self.config is None else self.config.verifier_options,
             max_draft_tokens=max(1, *lengths),
         )
         limit = 2 * (len(schedule) + max(lengths)) + 2  # a random token may happen to be right

@@ -104,13 +104,13 @@ class ColourStreamer(BaseStreamer):
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def parse_options(pairs: list[str]) -> dict[str, Any]:
+def parse_options(pairs: list[str], flag: str = "--option") -> dict[str, Any]:
     """`["max_ngram=4"]` as `{"max_ngram": 4}`: values are JSON where they parse as such, else text."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator or not name:
-            raise SpecDecError(f"--option {pair!r} is not of the form NAME=VALUE.")
+            raise SpecDecError(f"{flag} {pair!r} is not of the form NAME=VALUE.")
         try:
             options[name] = json.loads(value)
         except json.JSONDecodeError:
@@ -119,7 +119,12 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
 
 
 def build_config(
-    strategy: str | None, draft_model: str | None, options: dict[str, Any], verifier: str, max_draft_tokens: int | None
+    strategy: str | None,
+    draft_model: str | None,
+    options: dict[str, Any],
+    verifier: str,
+    max_draft_tokens: int | None,
+    verifier_options: dict[str, Any] | None = None,
 ) -> SpecDecConfig | None:
     """The request that the command line stands for; None for plain `generate`."""
     name = strategy or ("draft_model" if draft_model else "suffix")
@@ -135,7 +140,13 @@ def build_config(
             if required and field.name not in options:
                 flag = "--draft-model NAME" if field.name == "model" else f"--option {field.name}=VALUE"
                 raise SpecDecError(f"Strategy {name!r} needs {known[name].needs}; give {flag}.")
-    return SpecDecConfig(strategy=name, strategy_options=options, verifier=verifier, max_draft_tokens=max_draft_tokens)
+    return SpecDecConfig(
+        strategy=name,
+        strategy_options=options,
+        verifier=verifier,
+        verifier_options=verifier_options or {},
+        max_draft_tokens=max_draft_tokens,
+    )
 
 
 def load(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -210,6 +221,9 @@ def generate(
         list[str] | None, typer.Option("--option", "-o", help="A setting of the strategy, NAME=VALUE; repeatable.")
     ] = None,
     verifier: Annotated[str, typer.Option(help=f"Acceptance rule: {', '.join(VERIFIERS)}.")] = "exact",
+    verifier_option: Annotated[
+        list[str] | None, typer.Option(help="A setting of the acceptance rule, NAME=VALUE; repeatable.")
+    ] = None,
     max_draft_tokens: Annotated[int | None, typer.Option(help="Longest draft per round.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     temperature: Annotated[
@@ -224,7 +238,8 @@ def generate(
     """Generate text; accepted draft tokens are green."""
     console = stdout()
     with clean_errors():
-        config = build_config(strategy, draft_model, parse_options(option or []), verifier, max_draft_tokens)
+        settings = parse_options(verifier_option or [], "--verifier-option")
+        config = build_config(strategy, draft_model, parse_options(option or []), verifier, max_draft_tokens, settings)
         with stderr().status(f"Loading {model} ..."):
             target, tokenizer = load(model, dtype, device)
         text = sys.stdin.read() if prompt == "-" else prompt

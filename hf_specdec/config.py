@@ -12,7 +12,7 @@ from .control import SCHEDULES
 from .drafters import CandidateAdapter, DraftModel
 from .drafters.base import DraftStrategy, build_strategy
 from .errors import SpecDecError, unknown_name
-from .verify import VERIFIERS
+from .verify import Verifier, bind_verifier
 
 ROUND_TOKENS = 32
 """Tokens that a batched round verifies at most by default, the roots included. Up to here a forward pass on a CPU
@@ -26,7 +26,9 @@ class SpecDecConfig:
     Args:
         strategy: a registered name, a `DraftStrategy`, or a draft model.
         strategy_options: settings of a strategy that is given by name.
-        verifier: acceptance rule; `exact` gives the text of plain `generate`, `rejection` the same law.
+        verifier: acceptance rule. `exact` gives the text of plain `generate`, `rejection` and `block` the same law;
+            `typical` and `threshold` are lossy.
+        verifier_options: settings of a verifier that has some.
         max_draft_tokens: longest draft per round, or None for the strategy's default, which is shorter while many
             rows decode: every row is padded to the longest draft of the round. 0 never drafts.
         schedule: policy for the draft length.
@@ -35,12 +37,13 @@ class SpecDecConfig:
     strategy: Any = "suffix"
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
     verifier: str = "exact"
+    verifier_options: Mapping[str, Any] = field(default_factory=dict)
     max_draft_tokens: int | None = None
     schedule: str = "constant"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.verifier, str) or self.verifier not in VERIFIERS:
-            raise unknown_name("verifier", self.verifier, VERIFIERS)
+        bind_verifier(self.verifier, self.verifier_options)
+        object.__setattr__(self, "verifier_options", dict(self.verifier_options))
         if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
             raise unknown_name("schedule", self.schedule, SCHEDULES)
         length = self.max_draft_tokens
@@ -67,6 +70,11 @@ class SpecDecConfig:
     def resolved(self) -> DraftStrategy:
         """The strategy object."""
         return self._resolved  # type: ignore[attr-defined]
+
+    @property
+    def bound_verifier(self) -> Verifier:
+        """The verifier with its settings."""
+        return bind_verifier(self.verifier, self.verifier_options)
 
     def draft_tokens(self, rows: int = 1) -> int:
         """The longest draft of a round with `rows` rows. A default shrinks so that a round has about 32 tokens."""
@@ -104,6 +112,7 @@ class SpecDecConfig:
             "strategy": self.strategy if by_name else self.resolved.name,
             "strategy_options": dict(self.strategy_options) if by_name else self.resolved.to_dict(),
             "verifier": self.verifier,
+            "verifier_options": dict(self.verifier_options),
             "max_draft_tokens": self.max_draft_tokens,
             "schedule": self.schedule,
         }

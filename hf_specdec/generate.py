@@ -14,11 +14,12 @@ from .capability import check_model
 from .compat import CACHE_NAME, decode_context, lost_keywords
 from .config import SpecDecConfig
 from .control import SCHEDULES
+from .drafters import DraftStrategy
 from .errors import SpecDecError, UnsupportedOptionError
 from .loop import decode
 from .options import check_options
 from .request import Request
-from .verify import VERIFIERS
+from .verify import VERIFIERS, Verifier
 
 
 def speculative_generate(
@@ -82,7 +83,8 @@ def run(
         processors=logits_processor,
         criteria=stopping_criteria,
         model_kwargs=model_kwargs,
-        verifier=config.verifier,
+        verifier=config.bound_verifier,
+        verifier_name=config.verifier,
         strategy=strategy.name,
         max_draft_tokens=config.draft_tokens(),
         extras=extras,
@@ -105,13 +107,22 @@ def run(
 
 def check_combination(config: SpecDecConfig) -> None:
     """Raise `SpecDecError` when the strategy cannot serve the verifier."""
-    strategy, verifier = config.resolved, VERIFIERS[config.verifier]
-    if verifier.uses_draft_probs and not strategy.knows_law:
-        usable = [name for name, each in VERIFIERS.items() if not each.uses_draft_probs]
+    strategy = config.resolved
+    if reason := mismatch(strategy, config.bound_verifier):
+        usable = [name for name, each in VERIFIERS.items() if not mismatch(strategy, each)]
         raise SpecDecError(
-            f"verifier={config.verifier!r} needs the law that drafts were drawn from, and strategy {strategy.name!r} "
-            f"cannot say it. Use verifier={' or '.join(map(repr, usable))}."
+            f"verifier={config.verifier!r} {reason}. Use verifier={' or '.join(map(repr, usable))}, which strategy "
+            f"{strategy.name!r} can serve."
         )
+
+
+def mismatch(strategy: DraftStrategy, verifier: Verifier) -> str | None:
+    """Why the strategy cannot serve the verifier, or None where it can."""
+    if verifier.uses_draft_probs and not strategy.knows_law:
+        return f"needs the law that drafts were drawn from, and strategy {strategy.name!r} cannot say it"
+    if strategy.trees and not verifier.trees:
+        return f"takes chains alone, and strategy {strategy.name!r} proposes trees"
+    return None
 
 
 def check_cache_argument(

@@ -21,7 +21,7 @@ from .state import DecodeState
 from .stats import RowStats, SpeculationStats, SpeculativeOutput
 from .target import Target
 from .tree import DraftTree
-from .verify import VERIFIERS, Acceptance
+from .verify import Acceptance, Verifier
 
 PLACEHOLDER_IDS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
 
@@ -36,7 +36,8 @@ class Request:
         processors: logits processors, as `generate` prepared them.
         criteria: stopping criteria, as `generate` prepared them.
         model_kwargs: what goes to `forward`.
-        verifier: name of the acceptance rule.
+        verifier: the acceptance rule with its settings.
+        verifier_name: its name, for the statistics.
         strategy: name of the draft strategy, for the statistics.
         max_draft_tokens: nodes below the root that a round may have.
         extras: `streamer`, `synced_gpus`, `tokenizer`, `assistant_tokenizer`, where given.
@@ -53,7 +54,8 @@ class Request:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         model_kwargs: dict[str, Any],
-        verifier: str,
+        verifier: Verifier,
+        verifier_name: str,
         strategy: str,
         max_draft_tokens: int,
         extras: dict[str, Any],
@@ -63,7 +65,7 @@ class Request:
         self.generation_config = generation_config
         self.model_kwargs = model_kwargs
         self.sampling = bool(generation_config.do_sample)
-        self.verifier = VERIFIERS[verifier]
+        self.verifier = verifier
         self.max_draft_tokens = max_draft_tokens
         self.extras = extras
         self.streamer = extras.get("streamer")
@@ -84,7 +86,7 @@ class Request:
         slots = None if limit is None else max(limit + (columns if not length else 0), columns + 1)
         self.target = Target(model, model_kwargs, slots, max_draft_tokens + 1, shortest, input_ids.device)
         self.outputs = TokenOutputs(generation_config, rows)
-        self.stats = SpeculationStats(strategy, verifier, self.verifier.lossless, [RowStats() for _ in range(rows)])
+        self.stats = SpeculationStats(strategy, verifier_name, verifier.lossless, [RowStats() for _ in range(rows)])
         self.noise: SharedNoise | None = None
         self._streamed = 0
         self._cached_rows: dict[int, Any] = {}

@@ -18,6 +18,11 @@ from .errors import SpecDecError
 class DraftTree:
     """Proposed continuations of each row. A chain is `parents = [-1, 0, 1, 2, ...]`; no draft at all is `N == 1`.
 
+    Siblings hold different tokens. Those that were drawn were drawn without replacement, in node order: the first from
+    the law of its parent's row, each later one from that law without the drawn ones before it. A point mass takes
+    nothing from that law; let the row give its token no probability where drawn siblings must not repeat it. A drawn
+    node may be left out only for reasons known before it was drawn, never for what it turned out to be.
+
     Args:
         tokens: `LongTensor` of shape `(B, N)`.
         parents: `LongTensor` of shape `(B, N)`, `parents[:, 0] == -1`, `0 <= parents[b, i] < i`, -1 for padding.
@@ -84,6 +89,30 @@ def ancestors(parents: torch.Tensor) -> torch.Tensor:
         counts = reach.float()
         reach = torch.bmm(counts, counts) > 0
     return reach
+
+
+def siblings(parents: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """All first children, then all second ones, and so on, each as `(rows, parents, nodes, elder)` of shape `(M,)`.
+
+    `elder` is the place of each node's elder sibling among the children of the rank before; -1 for first children.
+    Reads the device once.
+
+    Args:
+        parents: shape `(B, N)`.
+    """
+    ranks: list[list[tuple[int, int, int, int]]] = []
+    for row, own in enumerate(parents.tolist()):
+        latest: dict[int, tuple[int, int]] = {}
+        for node, parent in enumerate(own):
+            if parent < 0:
+                continue
+            rank, elder = latest.get(parent, (-1, -1))
+            if rank + 1 == len(ranks):
+                ranks.append([])
+            latest[parent] = (rank + 1, len(ranks[rank + 1]))
+            ranks[rank + 1].append((row, parent, node, elder))
+    columns = [torch.tensor(each, device=parents.device).unbind(1) for each in ranks]
+    return [(rows, above, nodes, elder) for rows, above, nodes, elder in columns]
 
 
 def keep_nodes(tree: DraftTree, allowed: torch.Tensor) -> DraftTree:

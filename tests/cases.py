@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 import torch
 from conftest import prompt, tiny
-from oracle import Oracle
+from oracle import ChainOracle, Oracle
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 from transformers.generation.streamers import BaseStreamer
@@ -88,6 +88,14 @@ def strategy(name: str, texts: Sequence[Sequence[int]] = ()) -> DraftStrategy:
     if name == "prompt_lookup":
         return PromptLookup(max_ngram=3, min_ngram=1)
     return Suffix() if name == "suffix" else DraftModel(draft_model())
+
+
+def served(name: str, verifier: str, texts: Sequence[Sequence[int]]) -> DraftStrategy:
+    """The strategy of a way, in a form that may serve this verifier."""
+    chosen = strategy(name, texts)
+    if isinstance(chosen, Oracle) and not hf_specdec.VERIFIERS[verifier].trees:
+        return ChainOracle(chosen.text, chosen.error_rate)
+    return chosen
 
 
 @dataclass

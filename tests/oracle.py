@@ -50,6 +50,13 @@ class Oracle(DraftStrategy):
         return OracleDrafter(self)
 
 
+@dataclass(frozen=True)
+class ChainOracle(Oracle):
+    """The oracle that says it proposes chains alone."""
+
+    trees: ClassVar[bool] = False
+
+
 class OracleDrafter(Drafter):
     """Drafts what is left of each row's text, also checking that rows leave as announced."""
 

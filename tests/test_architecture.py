@@ -134,11 +134,13 @@ def test_units_do_not_import_each_other_in_a_ring():
         visit(name, ())
 
 
-@pytest.mark.parametrize("name", TORCH_ONLY)
-def test_the_lowest_layer_needs_torch_alone(name):
+@pytest.mark.parametrize("path", [path for path in FILES if unit(path) in TORCH_ONLY], ids=relative)
+def test_the_lowest_layer_needs_torch_alone(path):
     allowed = {*sys.stdlib_module_names, "torch", "hf_specdec"}
-    for line, imported, _ in imports(PACKAGE / f"{name}.py"):
-        assert imported.split(".")[0] in allowed, f"{name}.py:{line} imports {imported}; this layer has torch only."
+    for line, imported, _ in imports(path):
+        assert imported.split(".")[0] in allowed, (
+            f"{relative(path)}:{line} imports {imported}; this layer has torch only."
+        )
 
 
 def test_only_the_global_generator_of_torch_is_used():

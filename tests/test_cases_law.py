@@ -95,7 +95,7 @@ def coin_p_values(ids: torch.Tensor) -> list[float]:
     return [p_value(ids.reshape(-1, 1), singles), p_value(even, pairs), p_value(odd, pairs)]
 
 
-@pytest.mark.parametrize("verifier", ["exact", "rejection"])
+@pytest.mark.parametrize("verifier", ["exact", "rejection", "block"])
 def test_case_28_law_of_an_argmax_draft(verifier):
     ids = draws(coin(), Argmax(), verifier, ROWS, STEPS)
     assert ids.numel() >= 20_000
@@ -165,7 +165,7 @@ class Mislabelled(DraftStrategy):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_k": 3}, OPTIONS], ids=str)
-@pytest.mark.parametrize("verifier", ["exact", "rejection"])
+@pytest.mark.parametrize("verifier", ["exact", "rejection", "block"])
 def test_case_29_law_of_a_draft_model_under_processors(verifier, options):
     options = {"temperature": 1.0, "top_k": 0, **options}
     target = hf_specdec.enable(small(0))
@@ -186,7 +186,7 @@ def test_case_29_control_a_right_label_passes_through_the_same_wrapper():
     assert p_value(ids, joint_law(target, 3, **OPTIONS)) > PASS
 
 
-@pytest.mark.parametrize("verifier", ["exact", "rejection"])
+@pytest.mark.parametrize("verifier", ["exact", "rejection", "block"])
 def test_case_29_a_ragged_batch_with_repeats(verifier):
     """Rows of a batch accept different counts; each still has its own law."""
     target = hf_specdec.enable(small(0))

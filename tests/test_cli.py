@@ -123,6 +123,9 @@ def test_chat_template_is_the_default_where_there_is_one(run: Run, saved: Path) 
     [
         (["--strategy", "sufix"], ["'sufix'", "Did you mean 'suffix'?"]),
         (["--verifier", "exat"], ["'exat'", "Did you mean 'exact'?"]),
+        (["--verifier", "typical", "--verifier-option", "alpha=1"], ["'alpha'", "'posterior_alpha'?"]),
+        (["--verifier-option", "threshold=1"], ["'exact' has no settings"]),
+        (["--verifier", "threshold", "--verifier-option", "0.5"], ["--verifier-option '0.5'", "NAME=VALUE"]),
         (["--strategy", "draft_model"], ["--draft-model NAME"]),
         (["--strategy", "suffix", "--draft-model", "x"], ["--draft-model", "'suffix'"]),
         (["--strategy", "prompt_lookup", "-o", "max_ngam=3"], ["'max_ngam'", "Did you mean 'max_ngram'?"]),

@@ -189,7 +189,7 @@ def test_a_lossy_verifier_that_claims_to_be_lossless_fails(target, tokenizer, mo
     assert failed(check(target, tokenizer, "suffix", "likely")) == ["greedy text", "law of the text"]
 
 
-@pytest.mark.parametrize("verifier", ["exact", "rejection"])
+@pytest.mark.parametrize("verifier", ["exact", "rejection", "block"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_wrong_greedy_token_fails(target, tokenizer, monkeypatch, verifier, dtype):
     rule = VERIFIERS[verifier].rule
@@ -252,7 +252,7 @@ def test_near_ties_are_listed_and_allowed_in_half_precision_only(target, tokeniz
     assert verdict.passed is half
 
 
-@pytest.mark.parametrize("verifier", ["exact", "rejection"])
+@pytest.mark.parametrize("verifier", ["exact", "rejection", "block"])
 def test_half_precision_passes(target, tokenizer, verifier):
     verdict = check(target.bfloat16(), tokenizer, DraftModel(noisy(target)), verifier)
     assert verdict.passed, verdict.sentence
@@ -277,7 +277,7 @@ def test_too_few_samples_show_nothing(target, tokenizer):
     assert "the control passes as well" in verdict.sentence
 
 
-@pytest.mark.parametrize("verifier", ["exact", "rejection"])
+@pytest.mark.parametrize("verifier", ["exact", "rejection", "block"])
 def test_a_strategy_that_drafts_nothing_shows_nothing(target, tokenizer, verifier):
     config = SpecDecConfig(strategy="suffix", verifier=verifier, max_draft_tokens=0)
     verdict = verify(target, tokenizer, [config], PROMPTS[:2], max_new_tokens=8)

@@ -5,63 +5,20 @@ of each interval stands for all of it, weighted by its length; the law of the la
 """
 
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
+from laws import Law, distance, point_mass, random_law, target_joint, tensor_of
 from scipy.stats import chisquare
 
-from hf_specdec import verify
 from hf_specdec.tree import DraftTree
-from hf_specdec.verify import VERIFIERS
+from hf_specdec.verify import VERIFIERS, sample_with
 
-Law = Callable[[tuple[int, ...]], list[Fraction]]
 SHAPES = [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3), (4, 1), (4, 2)]
-
-
-def random_law(vocabulary: int, seed: int, zeros: bool = False) -> Law:
-    """A law for every prefix, in whole numbers over their sum."""
-    generator, table = random.Random(seed), {}
-
-    def law(prefix: tuple[int, ...]) -> list[Fraction]:
-        if prefix not in table:
-            weights = [generator.randint(0 if zeros else 1, 9) for _ in range(vocabulary)]
-            weights[generator.randrange(vocabulary)] += 1
-            table[prefix] = [Fraction(weight, sum(weights)) for weight in weights]
-        return table[prefix]
-
-    return law
-
-
-def point_mass(vocabulary: int, seed: int) -> Law:
-    """A deterministic draft: all mass on one token per prefix."""
-    generator, table = random.Random(seed), {}
-
-    def law(prefix: tuple[int, ...]) -> list[Fraction]:
-        if prefix not in table:
-            token = generator.randrange(vocabulary)
-            table[prefix] = [Fraction(int(index == token)) for index in range(vocabulary)]
-        return table[prefix]
-
-    return law
-
-
-def target_joint(vocabulary: int, length: int, target: Law) -> dict[tuple[int, ...], float]:
-    """Probability of every sequence of this length."""
-    result = {}
-    for sequence in itertools.product(range(vocabulary), repeat=length):
-        probability = Fraction(1)
-        for index, token in enumerate(sequence):
-            probability *= target(sequence[:index])[token]
-        result[sequence] = float(probability)
-    return result
-
-
-def tensor_of(laws: list[list[list[Fraction]]]) -> torch.Tensor:
-    return torch.tensor([[[float(value) for value in law] for law in row] for row in laws])
+GREEDY = [name for name in VERIFIERS if name != "threshold"]
 
 
 def chains(drafts: list[tuple[int, ...]], sampled: bool, probs: torch.Tensor | None) -> DraftTree:
@@ -101,8 +58,8 @@ def rejection_joint(vocabulary, depth, target, draft, monkeypatch, sampled=True,
 
     with monkeypatch.context() as patched:
         coins = torch.tensor([row for _, row, _ in cases])
-        patched.setattr(verify.torch, "rand", lambda *_, **__: coins)
-        patched.setattr(verify.torch, "multinomial", keep_law)
+        patched.setattr(torch, "rand", lambda *_, **__: coins)
+        patched.setattr(torch, "multinomial", keep_law)
         tree = chains([drafted for drafted, _, _ in cases], sampled, probs if sampled else None)
         acceptance = VERIFIERS["rejection"].rule(tree, scores, True, None)
     assert len(drawn_from) == 1
@@ -116,11 +73,6 @@ def rejection_joint(vocabulary, depth, target, draft, monkeypatch, sampled=True,
                     rest *= target((*head, *tail[:index]))[later]
                 joint[head + tail] += float(share * rest) * probability
     return joint
-
-
-def distance(first: dict, second: dict) -> float:
-    """Total variation."""
-    return sum(abs(first[key] - second[key]) for key in second) / 2
 
 
 @pytest.mark.parametrize(("vocabulary", "depth"), SHAPES)
@@ -176,11 +128,16 @@ PARTS = [Fraction(4, 10), Fraction(4, 10), Fraction(1, 10), Fraction(1, 10)]
 DRAFT = [Fraction(1, 10), Fraction(3, 10), Fraction(2, 10), Fraction(4, 10)]
 
 
-def one_step(kept: Callable[[torch.Tensor], torch.Tensor], noise: torch.Tensor | None = None) -> float:
-    """Draft one token from `DRAFT`, keep it where `kept` says so, verify with `rejection`; p-value of the output."""
+def one_step(kept: Callable[[torch.Tensor], torch.Tensor], name: str = "rejection") -> float:
+    """Draft one token from `DRAFT`, keep it where `kept` says so, verify; p-value of the output."""
     law = torch.tensor([float(value) for value in DRAFT]).expand(DRAWS, -1)
-    drawn = torch.multinomial(law, 1).squeeze(1) if noise is None else (law / noise).argmax(-1)
-    keep = kept(drawn)
+    drawn = torch.multinomial(law, 1).squeeze(1)
+    return verified(drawn, kept(drawn), name)
+
+
+def verified(drawn: torch.Tensor, keep: torch.Tensor, name: str) -> float:
+    """The p-value of what a rule makes of these drafts from `DRAFT`."""
+    law = torch.tensor([float(value) for value in DRAFT]).expand(DRAWS, -1)
     tree = DraftTree(
         torch.stack([torch.zeros_like(drawn), torch.where(keep, drawn, 0)], 1),
         torch.stack([torch.full_like(drawn, -1), torch.where(keep, 0, -1)], 1),
@@ -188,7 +145,7 @@ def one_step(kept: Callable[[torch.Tensor], torch.Tensor], noise: torch.Tensor |
         torch.stack([law, law], 1),
     )
     scores = torch.tensor([float(value) for value in PARTS]).log().expand(DRAWS, 2, -1)
-    acceptance = VERIFIERS["rejection"].rule(tree, scores, True, None)
+    acceptance = VERIFIERS[name].rule(tree, scores, True, None)
     return first_token_p_value(acceptance, tree, PARTS)
 
 
@@ -196,34 +153,30 @@ def everything(drawn: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(drawn, dtype=torch.bool)
 
 
-def test_rejection_by_sampling():
-    assert one_step(everything) > 1e-3
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_by_sampling(name):
+    assert one_step(everything, name) > 1e-3
 
 
-def test_control_a_token_dropped_after_it_was_drawn():
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_control_a_token_dropped_after_it_was_drawn(name):
     """Dropping what the draft finds unlikely, after the draw, biases the output; dropping at random does not."""
-    assert one_step(lambda drawn: torch.tensor([float(value) for value in DRAFT])[drawn] > 0.25) < 1e-9
-    assert one_step(lambda drawn: torch.rand(drawn.shape) > 0.5) > 1e-3
+    assert one_step(lambda drawn: torch.tensor([float(value) for value in DRAFT])[drawn] > 0.25, name) < 1e-9
+    assert one_step(lambda drawn: torch.rand(drawn.shape) > 0.5, name) > 1e-3
 
 
-def test_control_shared_noise_fed_to_rejection():
-    """Noise that chose the draft and draws the residual too: the residual depends on why the draft was rejected."""
-    noise = torch.empty(DRAWS, 4).exponential_()
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_control_shared_noise(name, monkeypatch):
+    """Noise that chose the draft and draws the residual too: the residual depends on why the draft was refused."""
     law = torch.tensor([float(value) for value in DRAFT]).expand(DRAWS, -1)
-    target = torch.tensor([float(value) for value in PARTS]).expand(DRAWS, -1)
-    drawn = (law / noise).argmax(-1)
-    accepted = torch.rand(DRAWS) * law.gather(1, drawn[:, None])[:, 0] < target.gather(1, drawn[:, None])[:, 0]
-    residual = (target - law).clamp(min=0)
-    emitted = {
-        shared: torch.where(
-            accepted, drawn, (residual / (noise if shared else torch.empty_like(noise).exponential_())).argmax(-1)
-        )
-        for shared in (True, False)
-    }
-    p_values = {
-        shared: chisquare(torch.bincount(ids, minlength=4).tolist(), [float(x) * DRAWS for x in PARTS]).pvalue
-        for shared, ids in emitted.items()
-    }
+    p_values = {}
+    for shared in (True, False):
+        noise = torch.empty(DRAWS, 4).exponential_()
+        drawn = (law / noise).argmax(-1)
+        last = noise if shared else torch.empty(DRAWS, 4).exponential_()
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "multinomial", lambda left, *_, last=last: (left / last).argmax(-1, keepdim=True))
+            p_values[shared] = verified(drawn, everything(drawn), name)
     assert p_values[True] < 1e-9 < 1e-3 < p_values[False]
 
 
@@ -265,11 +218,11 @@ def test_noise_is_that_of_multinomial():
             expected = torch.multinomial(probs, 1, generator=stock).squeeze(1)
             noise = torch.empty(rows, vocabulary).exponential_(generator=own)
             assert torch.equal((probs / noise).argmax(-1), expected)
-            assert torch.equal(verify.sample_with(probs.log(), noise), expected)
+            assert torch.equal(sample_with(probs.log(), noise), expected)
         assert torch.equal(own.get_state(), stock.get_state())
 
 
-@pytest.mark.parametrize("name", list(VERIFIERS))
+@pytest.mark.parametrize("name", GREEDY)
 def test_greedy_follows_the_argmax(name):
     scores = torch.full((3, 4, 5), -1.0)
     for node, token in enumerate((2, 3, 1, 4)):
@@ -281,7 +234,7 @@ def test_greedy_follows_the_argmax(name):
     assert acceptance.path.tolist() == [[1, 2, 3], [1, -1, -1], [-1, -1, -1]]
 
 
-@pytest.mark.parametrize("name", list(VERIFIERS))
+@pytest.mark.parametrize("name", GREEDY)
 def test_greedy_ties_go_to_the_first_id(name):
     tree = chains([(0, 0)], False, None)
     acceptance = VERIFIERS[name].rule(tree, torch.zeros(1, 3, 5), False, None)
