@@ -134,6 +134,8 @@ def run_bench(config: RunConfig, resume: bool = False, console: Console | None =
         SpecDecError: before anything is measured where the run cannot be made, or where rows cannot be written.
     """
     console = console or Console(stderr=True, highlight=False, markup=False, emoji=False)
+    if not config.strategies:
+        raise SpecDecError("A run measures strategies and was given none; give --strategy suffix, for example.")
     state = processes()
     tasks = [load_task(each) for each in (*config.tasks, *config.task_files)]
     places = data_dirs(config, tasks)

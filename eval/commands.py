@@ -93,7 +93,9 @@ def plan_command(
     acceptance: Annotated[
         str | None, typer.Option(help="Probability that a draft token is accepted, or one per position: 0.8,0.7,0.6.")
     ] = None,
-    results: Annotated[str | None, typer.Option(help="A results.json in place of --acceptance.")] = None,
+    results: Annotated[
+        str | None, typer.Option(help="A results.json, or its directory, in place of --acceptance.")
+    ] = None,
     label: Annotated[
         str | None, typer.Option(help="Which method of the results. Default: the longest drafts.")
     ] = None,
@@ -109,7 +111,7 @@ def plan_command(
     """Measure the costs of this machine, and print the expected speed-up for each draft length."""
     with clean_errors():
         if (acceptance is None) == (results is None):
-            raise SpecDecError("Where acceptance comes from is one of --acceptance and --results.")
+            raise SpecDecError("Give one of --acceptance and --results, for how often drafts are accepted.")
         if label is not None and results is None:
             raise SpecDecError("--label names a method of --results; give that as well.")
         config = SpecDecConfig(**parse_strategy(strategy).config)

@@ -31,7 +31,7 @@ def bench(
         list[str] | None, typer.Option(help="A task of the package; repeatable. Default: builtin.")
     ] = None,
     task_file: Annotated[list[str] | None, typer.Option(help="A task of yours, a YAML file; repeatable.")] = None,
-    config: Annotated[str | None, typer.Option(help="A YAML file with a whole run; options go before it.")] = None,
+    config: Annotated[str | None, typer.Option(help="A YAML file with a whole run; options override it.")] = None,
     data_dir: Annotated[
         list[str] | None, typer.Option(help="A directory with local data sets, or TASK=PATH; repeatable.")
     ] = None,

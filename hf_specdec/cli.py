@@ -296,7 +296,10 @@ def pass_on(context: typer.Context, name: str) -> None:
         from hf_specdec_eval.commands import COMMANDS  # matplotlib and scipy, which only the harness needs
     except ModuleNotFoundError as error:
         with clean_errors():
-            raise SpecDecError(f"hf-specdec {name} needs {error.name}: pip install 'hf-specdec[bench]'.") from None
+            raise SpecDecError(
+                f"hf-specdec {name} needs {error.name}, which comes with the extra `bench`: "
+                "pip install 'hf-specdec[bench]', or '.[bench]' in a checkout."
+            ) from None
     COMMANDS[name](context.args, prog_name=f"hf-specdec {name}")
 
 

@@ -155,3 +155,9 @@ def test_a_vocabulary_file_that_cannot_be_read_is_named(content, tmp_path):
 def test_a_draft_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(SpecDecError, match=r"draft model .*nothing.* cannot be loaded"):
         DraftModel(str(tmp_path / "nothing")).load(tiny())
+
+
+def test_a_path_names_a_draft_model(tmp_path):
+    assert DraftModel(tmp_path).model == str(tmp_path)
+    with pytest.raises(SpecDecError, match=r"DraftModel\('"):
+        SpecDecConfig(strategy=str(tmp_path))

@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -128,6 +129,10 @@ def known_strategies() -> dict[str, type[DraftStrategy]]:
 def build_strategy(name: str, options: dict[str, Any]) -> DraftStrategy:
     """The strategy called `name` with these settings. Unknown names and settings get the nearest valid one."""
     known = known_strategies()
+    if name not in known and os.path.isdir(name):
+        raise SpecDecError(
+            f"{name!r} is a directory, not a strategy; for the draft model in it give DraftModel({name!r})."
+        )
     if name not in known:
         raise unknown_name("draft strategy", name, known)
     fields = {field.name for field in dataclasses.fields(known[name])}

@@ -6,6 +6,7 @@ verifier that reads draft probabilities it is drawn independently, and q goes al
 """
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class DraftModel(DraftStrategy):
     sampled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
         if not isinstance(self.model, (PreTrainedModel, str)):
             raise SpecDecError(
                 f"DraftModel(model={type(self.model).__name__}) is neither a PreTrainedModel nor a name; pass one."
