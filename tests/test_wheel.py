@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the contents of the wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip"]
-    build = [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    source = folder / "source"  # a build leaves files where it runs
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "results", "tests"))
+    build = [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(source)]
     built = subprocess.run(build, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     if built.returncode and "No matching distribution found for setuptools" in built.stderr:
         pytest.skip("the build needs setuptools, which cannot be had here")
