@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_specdec.verify import CHUNK, likeliest
+from hf_specdec.verify.acceptance import CHUNK, likeliest
 
 
 @pytest.mark.parametrize("size", [1, 2, CHUNK, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1, 5 * CHUNK + 7])
