@@ -24,6 +24,9 @@ SEED = 0
 Row = Mapping[str, Any]
 Floats = NDArray[np.float64]
 
+FEWEST_UNITS = 4
+"""With fewer, Student's quantile is so large that an interval would say nothing (64 standard errors for two)."""
+
 
 def summarise(
     rows: Sequence[Row], methods: Sequence[Mapping[str, Any]], confidence: float = 0.99
@@ -91,11 +94,11 @@ def speedup_interval(
         confidence: coverage that is asked for.
 
     Returns:
-        Lower and upper end, or None for fewer than two units, or if some resample has no token or no time.
+        Lower and upper end, or None for fewer than `FEWEST_UNITS`, or if some resample has no token or no time.
     """
     columns = (tokens, seconds, plain_tokens, plain_seconds)
     units = len(tokens)
-    if units < 2 or not all(column.sum() > 0 for column in columns):
+    if units < FEWEST_UNITS or not all(column.sum() > 0 for column in columns):
         return None
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # of a resample without tokens: None is returned
