@@ -353,14 +353,21 @@ def test_a_yaml_file_holds_a_whole_run_and_options_go_before_it(folder, tmp_path
 )
 def test_bad_options_are_one_line_and_status_2(folder, tmp_path, arguments, told):
     base = ["bench", "--output", str(tmp_path / "out"), "--model", str(folder / "target")]
+    base += ["--strategy", "prompt_lookup"]
     result = CliRunner().invoke(app, [*base, *arguments])
     assert result.exit_code == 2
     assert told in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
 
 
+def test_a_run_without_a_strategy_is_refused(folder, tmp_path):
+    with pytest.raises(SpecDecError, match="--strategy suffix"):
+        run_bench(configuration(folder, tmp_path / "out", strategies=[]))
+
+
 def test_a_missing_model_is_one_line(folder, tmp_path):
     command = ["bench", "--model", str(tmp_path / "nothing"), "--task-file", str(folder / "task.yaml")]
+    command += ["--strategy", "suffix"]
     result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "out")])
     assert result.exit_code == 2 and "cannot be loaded" in " ".join(result.stderr.split())
 
