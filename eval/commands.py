@@ -1,7 +1,5 @@
 """The commands that `hf-specdec` passes on: `bench`, `verify`, `plan`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import torch
@@ -16,6 +14,7 @@ from .config import DTYPES, RunConfig, parse_strategy
 from .length_plan import load_run, plan
 from .lossless import verify
 from .run import app as bench_app
+from .run import clean_errors
 from .task import load_samples, load_task
 
 VERIFY_PROMPTS = 6
@@ -28,18 +27,6 @@ Attention = Annotated[str | None, typer.Option(help="Attention implementation: s
 
 verify_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@contextmanager
-def clean_errors() -> Iterator[None]:
-    """Turn an error of the request into one red line and exit status 2."""
-    try:
-        yield
-    except (SpecDecError, OSError) as error:
-        told = " ".join(str(error).split())
-        console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        console.print(f"Error: {told}", style="red", soft_wrap=True)
-        raise typer.Exit(2) from None
 
 
 def target_config(

@@ -29,7 +29,7 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
 )
 
-from .measure import ForwardClock, synchronise
+from .measure import ForwardClock, sampling_options, synchronise
 from .planning import StepCosts
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 21, 25, 33, 49, 65)
@@ -287,9 +287,7 @@ class Calibration:
             )
         generator = torch.Generator().manual_seed(context)
         ids = torch.randint(config.vocab_size, (batch_size, length), generator=generator).to(self.model.device)
-        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if self.temperature:
-            sampling = {"do_sample": True, "temperature": self.temperature}
+        sampling = sampling_options(self.temperature)
         with endless(self.model):
             self.model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, **sampling, **arguments

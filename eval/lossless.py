@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec import VERIFIERS, SpecDecConfig, SpecDecError, enable
 
 from .law import STEPS, Draws, Law, draws_needed, g_test
+from .measure import sampling_options
 
 NEAR_TIE = {torch.float16: 0.25, torch.bfloat16: 0.5}
 """The largest difference of two tokens' logits that rounding may turn over: where a text may part from plain
@@ -33,7 +34,7 @@ CONTROL_TEMPERATURE = 1.5
 """The control's temperature, as a multiple of the test's."""
 LAW_PROMPTS, CANDIDATES, PILOT_DRAWS = 2, 12, 32
 WINDOW, CONTINUED = 16, 4
-GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+GREEDY = sampling_options(0.0)
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
 
 

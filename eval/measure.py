@@ -57,6 +57,13 @@ def synchronise(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def sampling_options(temperature: float) -> dict[str, Any]:
+    """Arguments of `generate`: greedy at temperature 0."""
+    if temperature:
+        return {"do_sample": True, "temperature": temperature}
+    return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, sample: Sample, turn: int, answers: Sequence[str]) -> list[int]:
     """Token ids of the prompt of a turn.
 
@@ -101,11 +108,7 @@ class Meter:
         self.model = model
         self.tokenizer = tokenizer
         self._seed = seed
-        self._sampling: dict[str, Any] = (
-            {"do_sample": True, "temperature": temperature}
-            if temperature
-            else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        )
+        self._sampling = sampling_options(temperature)
         ends = model.generation_config.eos_token_id
         self._ends = set(ends if isinstance(ends, (list, tuple)) else [] if ends is None else [ends])
         pad = model.generation_config.pad_token_id

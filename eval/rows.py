@@ -146,9 +146,8 @@ class RowFile:
 
 
 def merge_rows(directory: Path, rows: Iterable[Row]) -> None:
-    """Leave all rows in one file, in order."""
-    ordered = sorted(rows, key=key)
-    write_atomically(directory / ROWS_FILE, "".join(json.dumps(row) + "\n" for row in ordered))
+    """Leave these rows, as ordered, in one file."""
+    write_atomically(directory / ROWS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
     for path in row_files(directory):
         if path.name != ROWS_FILE:
             path.unlink()

@@ -4,6 +4,8 @@ Progress goes to standard error; the last line on standard output is one JSON ob
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +17,18 @@ from hf_specdec_eval.config import DTYPES, RunConfig, read_yaml
 from hf_specdec_eval.headline import headline, tables
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@contextmanager
+def clean_errors() -> Iterator[None]:
+    """Turn an error of the request into one red line and exit status 2."""
+    try:
+        yield
+    except (SpecDecError, OSError) as error:
+        told = " ".join(str(error).split())
+        console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        console.print(f"Error: {told}", style="red", soft_wrap=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -61,14 +75,11 @@ def bench(
         "seed": seed, "repeats": repeats, "output": output, "revision": revision, "dtype": dtype,
         "device_map": device_map, "attention": attention, "allow_code_execution": allow_code_execution,
     }  # fmt: skip
-    errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
-    try:
+    with clean_errors():
         results, output = carry_out(given, config, draft_lengths, resume)
-    except (SpecDecError, OSError) as error:
-        errors.print(f"Error: {' '.join(str(error).split())}", style="red", soft_wrap=True)
-        raise typer.Exit(2) from None
     if results is not None:
-        errors.print(*tables(results), f"Reports: {output}/report.md and report.html", sep="\n")
+        console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        console.print(*tables(results), f"Reports: {output}/report.md and report.html", sep="\n")
         print(json.dumps(headline(results, output)))
 
 
