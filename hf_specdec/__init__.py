@@ -3,10 +3,15 @@ assistant_strategy=...)`."""
 
 from .config import SpecDecConfig
 from .drafters import (
+    Cascade,
     Drafter,
     DraftModel,
     DraftStrategy,
+    Free,
+    Merge,
     PromptLookup,
+    Recycling,
+    RecyclingMemory,
     Suffix,
     SuffixMemory,
     frequent_tokens,
@@ -25,13 +30,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "VERIFIERS",
+    "Cascade",
     "DecodeView",
     "DraftModel",
     "DraftStrategy",
     "DraftTree",
     "Drafter",
+    "Free",
+    "Merge",
     "Plan",
     "PromptLookup",
+    "Recycling",
+    "RecyclingMemory",
     "RowStats",
     "SpecDecConfig",
     "SpecDecError",

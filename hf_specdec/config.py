@@ -12,6 +12,7 @@ from .control import SCHEDULES
 from .drafters import CandidateAdapter, DraftModel
 from .drafters.base import DraftStrategy, build_strategy
 from .errors import SpecDecError, unknown_name
+from .state import Plan
 from .verify import Verifier, bind_verifier
 
 ROUND_TOKENS = 32
@@ -29,8 +30,11 @@ class SpecDecConfig:
         verifier: acceptance rule. `exact` gives the text of plain `generate`, `rejection` and `block` the same law;
             `typical` and `threshold` are lossy.
         verifier_options: settings of a verifier that has some.
-        max_draft_tokens: longest draft per round, or None for the strategy's default, which is shorter while many
-            rows decode: every row is padded to the longest draft of the round. 0 never drafts.
+        max_draft_tokens: most draft tokens per row and round, or None for the strategy's default, which is smaller
+            while many rows decode: every row is padded to the largest draft of the round. 0 never drafts.
+        max_depth: longest path of a draft; None for the strategy's default, which is `max_draft_tokens` for most.
+        max_width: most draft tokens that may stand at the same place, so 1 drafts chains; None for the strategy's
+            default, or 1 under a verifier that takes chains alone.
         schedule: policy for the draft length.
     """
 
@@ -39,6 +43,8 @@ class SpecDecConfig:
     verifier: str = "exact"
     verifier_options: Mapping[str, Any] = field(default_factory=dict)
     max_draft_tokens: int | None = None
+    max_depth: int | None = None
+    max_width: int | None = None
     schedule: str = "constant"
 
     def __post_init__(self) -> None:
@@ -46,11 +52,12 @@ class SpecDecConfig:
         object.__setattr__(self, "verifier_options", dict(self.verifier_options))
         if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
             raise unknown_name("schedule", self.schedule, SCHEDULES)
-        length = self.max_draft_tokens
-        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
-            raise SpecDecError(
-                f"max_draft_tokens={length!r} is no number of tokens; give an integer >= 0, or None for the default."
-            )
+        for name, least in (("max_draft_tokens", 0), ("max_depth", 1), ("max_width", 1)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise SpecDecError(
+                    f"{name}={value!r} is no number of tokens; give an integer >= {least}, or None for the default."
+                )
         if not isinstance(self.strategy_options, Mapping):
             raise SpecDecError(
                 f"strategy_options={self.strategy_options!r} is no dict of settings by name; give one, as in "
@@ -81,6 +88,13 @@ class SpecDecConfig:
         if self.max_draft_tokens is not None:
             return self.max_draft_tokens
         return min(self.resolved.default_draft_tokens, max(2, ROUND_TOKENS // rows - 1))
+
+    def plan(self, rows: int = 1) -> Plan:
+        """The largest tree that a round with `rows` rows may have."""
+        nodes = self.draft_tokens(rows)
+        depth = min(nodes, self.max_depth or self.resolved.default_depth or nodes)
+        width = self.max_width or (self.resolved.default_width if self.bound_verifier.trees else 1)
+        return Plan(depth, width, 1 + (depth if width == 1 else nodes))
 
     @classmethod
     def of(cls, request: Any) -> "SpecDecConfig":
@@ -114,6 +128,8 @@ class SpecDecConfig:
             "verifier": self.verifier,
             "verifier_options": dict(self.verifier_options),
             "max_draft_tokens": self.max_draft_tokens,
+            "max_depth": self.max_depth,
+            "max_width": self.max_width,
             "schedule": self.schedule,
         }
 

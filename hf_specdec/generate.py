@@ -86,10 +86,10 @@ def run(
         verifier=config.bound_verifier,
         verifier_name=config.verifier,
         strategy=strategy.name,
-        max_draft_tokens=config.draft_tokens(),
+        plan=config.plan(),
         extras=extras,
     )
-    request.controller = SCHEDULES[config.schedule](config.draft_tokens)
+    request.controller = SCHEDULES[config.schedule](config.plan)
     with request.undisturbed():
         request.drafter = strategy.build(request.target, request)
     with ExitStack() as stack:
@@ -106,8 +106,16 @@ def run(
 
 
 def check_combination(config: SpecDecConfig) -> None:
-    """Raise `SpecDecError` when the strategy cannot serve the verifier."""
+    """Raise `SpecDecError` when the strategy cannot serve the verifier, or either the width that was asked for."""
     strategy = config.resolved
+    if config.max_width is not None and config.max_width > 1:
+        trees = [name for name, each in VERIFIERS.items() if each.trees]
+        for able, what, advice in (
+            (strategy.trees, f"strategy {strategy.name!r} proposes", "leave max_width out"),
+            (config.bound_verifier.trees, f"verifier {config.verifier!r} takes", f"use {' or '.join(trees)}"),
+        ):
+            if not able:
+                raise SpecDecError(f"max_width={config.max_width}, but {what} chains alone; {advice}.")
     if reason := mismatch(strategy, config.bound_verifier):
         usable = [name for name, each in VERIFIERS.items() if not mismatch(strategy, each)]
         raise SpecDecError(
@@ -120,8 +128,6 @@ def mismatch(strategy: DraftStrategy, verifier: Verifier) -> str | None:
     """Why the strategy cannot serve the verifier, or None where it can."""
     if verifier.uses_draft_probs and not strategy.knows_law:
         return f"needs the law that drafts were drawn from, and strategy {strategy.name!r} cannot say it"
-    if strategy.trees and not verifier.trees:
-        return f"takes chains alone, and strategy {strategy.name!r} proposes trees"
     return None
 
 

@@ -20,14 +20,12 @@ def decode(request: Request) -> None:
     """Decode until every row has ended; results are left in `request`."""
     target, drafter, controller = request.target, request.drafter, request.controller
     started = time.perf_counter()
-    output, cached = target.start(request.input_ids, request.generation_config)
+    output, cached = target.start(request.input_ids, request.generation_config, drafter.top_tokens > 0)
     state = request.begin(cached)
     request.outputs.prefill(output.raw)
     roots = request.input_ids[:, -1:] if request.input_ids.shape[1] else request.input_ids.new_zeros(state.rows, 1)
     emit(request, state, DraftTree(roots, roots.new_full(roots.shape, -1), roots > roots), output, None)
-    if state.rows:
-        with request.undisturbed():
-            drafter.start(state)
+    request.start_drafting(state)
     request.stats.prefill_seconds = time.perf_counter() - started
     while request.unfinished():
         if not state.rows:
@@ -39,6 +37,7 @@ def decode(request: Request) -> None:
         tree = propose(request, state, plan)
         drafted_at = time.perf_counter()
         output = target.verify(tree, state.lengths())
+        request.teach(state, tree, output.logits)
         context = max(state.lengths())
         rows = state.rows
         emitted, drafted, accepted = emit(request, state, tree, output, plan)
@@ -82,7 +81,8 @@ def propose(request: Request, state: DecodeState, plan: Plan) -> DraftTree:
     roots = torch.tensor(state.roots(), device=tree.tokens.device).unsqueeze(1)
     nodes = torch.arange(tree.size, device=roots.device)
     parents = torch.where(tree.parents < nodes, tree.parents, -1).index_fill(1, nodes[:1], -1)
-    tree = DraftTree(torch.cat([roots, tree.tokens[:, 1:].long()], 1), parents.long(), tree.sampled, tree.probs)
+    tokens = torch.cat([roots, tree.tokens[:, 1:].long()], 1)
+    tree = DraftTree(tokens, parents.long(), tree.sampled, tree.probs, tree.values).first(plan.nodes)
     if tree.size == 1:
         return tree
     room = torch.tensor(request.ends.rooms(state), device=roots.device).clamp(max=plan.depth + 1)
@@ -94,6 +94,8 @@ def propose(request: Request, state: DecodeState, plan: Plan) -> DraftTree:
             f"Strategy {request.stats.strategy!r} drew a token that the target cannot read; under this verifier its "
             "law must give such tokens no probability."
         )
+    if plan.width == 1:
+        readable &= tree.parents == nodes[: tree.size] - 1
     return keep_nodes(tree, readable & (tree.depths < room.unsqueeze(1)))
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
@@ -17,11 +18,11 @@ from .ends import RowEnds
 from .noise import SharedNoise, generator_kept
 from .outputs import TokenOutputs
 from .processing import NodeProcessors, RowStopping
-from .state import DecodeState
+from .state import DecodeState, DecodeView, Plan
 from .stats import RowStats, SpeculationStats, SpeculativeOutput
 from .target import Target
 from .tree import DraftTree
-from .verify import Acceptance, Verifier
+from .verify import Acceptance, Verifier, most_likely
 
 PLACEHOLDER_IDS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
 
@@ -39,7 +40,7 @@ class Request:
         verifier: the acceptance rule with its settings.
         verifier_name: its name, for the statistics.
         strategy: name of the draft strategy, for the statistics.
-        max_draft_tokens: nodes below the root that a round may have.
+        plan: the largest that a round may have.
         extras: `streamer`, `synced_gpus`, `tokenizer`, `assistant_tokenizer`, where given.
     """
 
@@ -57,7 +58,7 @@ class Request:
         verifier: Verifier,
         verifier_name: str,
         strategy: str,
-        max_draft_tokens: int,
+        plan: Plan,
         extras: dict[str, Any],
     ):
         self.model = model
@@ -66,7 +67,7 @@ class Request:
         self.model_kwargs = model_kwargs
         self.sampling = bool(generation_config.do_sample)
         self.verifier = verifier
-        self.max_draft_tokens = max_draft_tokens
+        self.largest_plan = plan
         self.extras = extras
         self.streamer = extras.get("streamer")
         config = model.config.get_text_config(decoder=True)
@@ -84,7 +85,7 @@ class Request:
         columns = length if embeds is None else embeds.shape[1]
         shortest = columns if mask is None else int(mask.bool().sum(1).min())
         slots = None if limit is None else max(limit + (columns if not length else 0), columns + 1)
-        self.target = Target(model, model_kwargs, slots, max_draft_tokens + 1, shortest, input_ids.device)
+        self.target = Target(model, model_kwargs, slots, plan.nodes, shortest, input_ids.device)
         self.outputs = TokenOutputs(generation_config, rows)
         self.stats = SpeculationStats(strategy, verifier_name, verifier.lossless, [RowStats() for _ in range(rows)])
         self.noise: SharedNoise | None = None
@@ -140,6 +141,34 @@ class Request:
         taken = [state.emitted_count(row) for row in range(state.rows)]
         self.noise.forget_before(self.ends.judged_steps(state))
         return self.noise.at([range(first, first + steps) for first in taken], state.row_ids)
+
+    def teach(self, state: DecodeState, tree: DraftTree, logits: torch.Tensor) -> None:
+        """Tell the drafter what the target expects after each node, before anything is committed."""
+        if self.drafter.top_tokens:
+            tokens, probs = most_likely(logits, self.drafter.top_tokens)
+            with self.undisturbed():
+                self.drafter.learn(state, tree, tokens, probs)
+
+    def start_drafting(self, state: DecodeState) -> None:
+        """Start the drafter, and tell it what the target expected after each token of the prompt."""
+        if not state.rows:
+            return
+        with self.undisturbed():
+            self.drafter.start(state)
+        if not self.drafter.top_tokens:
+            return
+        tops = [self.target.prompt_top(row_id, self.drafter.top_tokens) for row_id in state.row_ids]
+        self.target.forget_prompt()
+        known = [top for top in tops if top is not None]
+        prompts = [list(state.tokens(row)[: state.prompt_length(row)]) for row in range(state.rows)]
+        if len(known) < state.rows or any(len(ids) > len(prompt) for (ids, _), prompt in zip(known, prompts)):
+            return  # positions without token ids
+        seen = [prompt[len(prompt) - len(ids) :] for (ids, _), prompt in zip(known, prompts)]
+        before = [prompt[: len(prompt) - len(own) + 1] for prompt, own in zip(prompts, seen)]
+        tree = DraftTree.from_chains([own[0] for own in seen], [own[1:] for own in seen])
+        tokens, probs = (pad_sequence([top[part] for top in known], batch_first=True) for part in (0, 1))
+        with self.undisturbed():
+            self.drafter.learn(DecodeView.of_sequences(before), tree, tokens, probs)
 
     def keep_scores(
         self, state: DecodeState, paths: Sequence[Sequence[int]], scores: torch.Tensor, logits: torch.Tensor

@@ -12,7 +12,10 @@ import torch
 
 @dataclass(frozen=True)
 class Plan:
-    """What the controller grants for one round: `depth` tokens, `width` children per node, `nodes` with the root."""
+    """What the controller grants for one round: tokens below the root, children per node, nodes with the root.
+
+    A tree stays within all three. `width == 1` grants chains.
+    """
 
     depth: int
     width: int
@@ -25,9 +28,7 @@ class Plan:
 
     def within(self, depth: int) -> "Plan":
         """The plan with at most `depth` tokens below the root."""
-        if depth >= self.depth:
-            return self
-        depth = max(depth, 0)
+        depth = max(min(depth, self.depth), 0)
         return Plan(depth, self.width, min(self.nodes, 1 + depth) if self.width == 1 or not depth else self.nodes)
 
 

@@ -5,6 +5,7 @@ layer's window in positions. `SlotModel` serves the target and a draft model ali
 needs. Prefill is plain `generate`'s own, with the cache that `generate` prepared; its K/V are then taken over.
 """
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +22,12 @@ from .capability import check_rotary
 from .compat import CACHE_NAME, sliding_window_of
 from .errors import UnsupportedModelError
 from .tree import DraftTree, ancestors
+from .verify import most_likely
 
 PREFILL_ONLY = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "logits_to_keep", "inputs_embeds")
 SPARE_SLOTS = 128
+PROMPT_PART = 64
+"""Positions of a prompt that go through the output layer at once, so that their scores stay small."""
 
 
 def visible(
@@ -203,6 +207,28 @@ def mask_types(config: Any) -> dict[str, tuple[int | None, int | None]]:
     return {name: kinds[name] for name in names} if names else {"all": (window, None)}
 
 
+@contextmanager
+def last_hidden_states(model: PreTrainedModel, wanted: bool) -> Iterator[list[torch.Tensor]]:
+    """Collect what goes into the output layer during forwards of this thread: shapes `(B, L, F)`; nothing unless
+    `wanted`."""
+    collected: list[torch.Tensor] = []
+    if not wanted:
+        yield collected
+        return
+    thread = threading.get_ident()
+
+    def collect(module: torch.nn.Module, args: Any, output: Any) -> None:
+        states = getattr(output, "last_hidden_state", None)
+        if states is not None and threading.get_ident() == thread:
+            collected.append(states)
+
+    handle = model.base_model.register_forward_hook(collect)
+    try:
+        yield collected
+    finally:
+        handle.remove()
+
+
 class Target(SlotModel):
     """The target: prefill as plain `generate`, verify through the model's own input preparation.
 
@@ -229,6 +255,7 @@ class Target(SlotModel):
         check_rotary(model, max_length, prompt_length)
         super().__init__(model, None if max_length is None else max_length + spare)
         self._model_kwargs = model_kwargs
+        self._prompt_states: list[torch.Tensor] = []
         self.device = device
         self._check_holes(model_kwargs.get("attention_mask"))
 
@@ -241,11 +268,18 @@ class Target(SlotModel):
                 "its first one. Pad on the left only, or call `generate` without `assistant_strategy`."
             )
 
-    def start(self, input_ids: torch.Tensor, generation_config: Any) -> tuple[TargetOutput, list[int]]:
-        """Run the prompt. Returns the last position's logits, shape `(B, 1, V)`, and the prompt tokens per row."""
+    def start(
+        self, input_ids: torch.Tensor, generation_config: Any, keeps_states: bool = False
+    ) -> tuple[TargetOutput, list[int]]:
+        """Run the prompt. Returns the last position's logits, shape `(B, 1, V)`, and the prompt tokens per row.
+
+        Args:
+            keeps_states: keep what `prompt_top` needs.
+        """
         kwargs = self._model_kwargs
-        with self.timed():
+        with self.timed(), last_hidden_states(self.model, keeps_states) as states:
             outputs = self.model._prefill(input_ids, generation_config, kwargs)
+        self._prompt_states = states
         embeds = kwargs.get("inputs_embeds")
         length = input_ids.shape[1] if embeds is None else embeds.shape[1]
         mask = kwargs.get("attention_mask")
@@ -260,6 +294,28 @@ class Target(SlotModel):
         if types is not None and self.config is self.model.config:  # a text model; vision models mean the prompt alone
             self._rest["token_type_ids"] = types[:, -1:]
         return TargetOutput(outputs.logits[:, -1:], outputs), lengths
+
+    def prompt_top(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The likeliest tokens after each position of a prompt that was run: shapes `(n, count)`, see `most_likely`.
+
+        None where the model does not show its hidden states, or has no output layer of its own.
+
+        Args:
+            row: of the caller's batch.
+        """
+        head = self.model.get_output_embeddings()
+        if not self._prompt_states or head is None:
+            return None
+        states = torch.cat([each[row] for each in self._prompt_states])
+        mask = self._model_kwargs.get("attention_mask")
+        if mask is not None:
+            states = states[mask[row, -len(states) :].bool()]
+        tops = [most_likely(head(part), count) for part in states.split(PROMPT_PART)]
+        return torch.cat([each[0] for each in tops]), torch.cat([each[1] for each in tops])
+
+    def forget_prompt(self) -> None:
+        """Release the states that `prompt_top` needs."""
+        self._prompt_states = []
 
     def verify(self, tree: DraftTree, lengths: Sequence[int]) -> TargetOutput:
         """One forward over all nodes of all rows."""

@@ -5,13 +5,20 @@ comes before its children. `parents == -1` at a node other than the root marks p
 to keep the block rectangular, and is never accepted.
 """
 
-from collections.abc import Sequence
+import heapq
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 
 from .errors import SpecDecError
+
+UNKNOWN = 0.5
+"""Estimated acceptance of a draft token whose drafter gives none."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +36,15 @@ class DraftTree:
         sampled: `BoolTensor` of shape `(B, N)`; the node was drawn from `probs` at its parent. False is a point mass.
         probs: `FloatTensor` of shape `(B, N, V)` or None; row i is the law the children of node i were drawn from.
             Only for a verifier that asks for it.
+        values: `FloatTensor` of shape `(B, N)` or None: the drafter's estimate of the probability that a node is
+            accepted, 1 at the root, never above its parent's.
     """
 
     tokens: torch.Tensor
     parents: torch.Tensor
     sampled: torch.Tensor
     probs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.shape != self.parents.shape or self.tokens.shape != self.sampled.shape:
@@ -75,6 +85,140 @@ class DraftTree:
         return cls(
             torch.tensor(tokens, device=device), parent_tensor, torch.zeros_like(parent_tensor, dtype=torch.bool)
         )
+
+    @classmethod
+    def from_rows(cls, rows: Sequence["RowTree"], device: torch.device | str = "cpu") -> "DraftTree":
+        """One tree of looked-up tokens per row; smaller rows are padded."""
+        size = max(map(len, rows))
+        fill = [size - len(row) for row in rows]
+        tokens = [row.tokens + row.tokens[:1] * count for row, count in zip(rows, fill)]
+        parents = torch.tensor([row.parents + [-1] * count for row, count in zip(rows, fill)], device=device)
+        values = [row.values + [0.0] * count for row, count in zip(rows, fill)]
+        return cls(
+            torch.tensor(tokens, device=device),
+            parents,
+            torch.zeros_like(parents, dtype=torch.bool),
+            values=torch.tensor(values, device=device),
+        )
+
+    def first(self, nodes: int) -> "DraftTree":
+        """The tree of its first `nodes` nodes."""
+        if nodes >= self.size:
+            return self
+        probs, values = self.probs, self.values
+        return DraftTree(
+            self.tokens[:, :nodes],
+            self.parents[:, :nodes],
+            self.sampled[:, :nodes],
+            None if probs is None else probs[:, :nodes],
+            None if values is None else values[:, :nodes],
+        )
+
+
+class RowTree:
+    """The tree of one row while it is put together on the host. Node 0 is the root; parents come before children.
+
+    Attributes:
+        tokens, parents: as in `DraftTree`.
+        values: estimated probability that each node is accepted, never above its parent's.
+    """
+
+    def __init__(self, root: int):
+        self.tokens, self.parents, self.values = [root], [-1], [1.0]
+        self._children: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        """Nodes with the root."""
+        return len(self.tokens)
+
+    def add(self, parent: int, token: int, value: float) -> int:
+        """The child of `parent` that holds `token`; its value is the largest it was added with."""
+        value = min(value, self.values[parent])
+        node = self._children.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.values.append(value)
+        else:
+            self.values[node] = max(self.values[node], value)
+        return node
+
+    @classmethod
+    def of(cls, tree: DraftTree, row: int) -> "RowTree":
+        """One row of a tree. Where it gives no values, half of the drafts are taken to be right at each depth."""
+        tokens, parents, depths = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.depths[row].tolist()
+        values = [UNKNOWN**depth for depth in depths] if tree.values is None else tree.values[row].tolist()
+        own, places = cls(tokens[0]), {0: 0}
+        for node, parent in enumerate(parents):
+            if parent in places:
+                places[node] = own.add(places[parent], tokens[node], values[node])
+        return own
+
+    def best(self, nodes: int, width: int) -> "RowTree":
+        """The tree of the `nodes` most valuable nodes, with at most `width` children each."""
+        order = sorted(range(1, len(self)), key=lambda node: -self.values[node])
+        places, counts = {0: 0}, [0] * len(self)
+        kept = RowTree(self.tokens[0])
+        for node in order:  # stable, so that a parent comes before a child of equal value
+            parent = self.parents[node]
+            if len(kept) < nodes and parent in places and counts[parent] < width:
+                counts[parent] += 1
+                places[node] = kept.add(places[parent], self.tokens[node], self.values[node])
+        return kept
+
+
+def union(trees: Sequence[RowTree], width: int, nodes: int) -> RowTree:
+    """Several trees below the same root in one, without duplicates, cut to its most valuable nodes."""
+    whole = RowTree(trees[0].tokens[0])
+    for tree in trees:
+        places = [0]
+        for node in range(1, len(tree)):
+            places.append(whole.add(places[tree.parents[node]], tree.tokens[node], tree.values[node]))
+    return whole.best(nodes, width)
+
+
+State = TypeVar("State")
+
+
+def grow_best_first(
+    root: int,
+    start: State,
+    expand: Callable[[State], Sequence[tuple[int, float, State]]],
+    depth: int,
+    width: int,
+    nodes: int,
+) -> RowTree:
+    """The most probable nodes of a tree that is too large to be written out.
+
+    Args:
+        root: the last committed token.
+        start: what `expand` is called with for the root.
+        expand: the continuations of a node as `(token, probability, state)`, the probability given the node; called
+            with the node's state.
+        depth: longest path.
+        width: most children of a node; its most probable ones.
+        nodes: most nodes, the root included.
+    """
+    tree = RowTree(root)
+    waiting: list[tuple[float, int, int, int, State]] = []
+    count = itertools.count()  # of equals the one that was found first
+    level = [0]
+
+    def push(node: int, state: State) -> None:
+        children = expand(state)
+        if len(children) > width:
+            children = heapq.nlargest(width, children, key=operator.itemgetter(1))
+        for token, probability, below in children:
+            heapq.heappush(waiting, (-tree.values[node] * probability, next(count), node, token, below))
+
+    push(0, start)
+    while waiting and len(tree) < nodes:
+        value, _, parent, token, state = heapq.heappop(waiting)
+        node = tree.add(parent, token, -value)
+        level.append(level[parent] + 1)
+        if level[node] < depth and len(tree) < nodes:
+            push(node, state)
+    return tree
 
 
 def ancestors(parents: torch.Tensor) -> torch.Tensor:
@@ -126,4 +270,4 @@ def keep_nodes(tree: DraftTree, allowed: torch.Tensor) -> DraftTree:
     kept = ~(tree.seen & ~allowed.unsqueeze(1)).any(-1)
     parents = torch.where(kept, tree.parents, -1)
     tokens = torch.where(kept, tree.tokens, tree.tokens[:, :1])
-    return DraftTree(tokens, parents, tree.sampled & kept, tree.probs)
+    return DraftTree(tokens, parents, tree.sampled & kept, tree.probs, tree.values)

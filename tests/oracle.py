@@ -35,6 +35,11 @@ class Oracle(DraftStrategy):
     vocabulary: int = VOCABULARY
     siblings: int = 0
 
+    @property
+    def default_width(self) -> int:
+        """The right token and its siblings."""
+        return 1 + self.siblings
+
     name: ClassVar[str] = "oracle"
     default_draft_tokens: ClassVar[int] = 5
     trees: ClassVar[bool] = True
@@ -82,7 +87,7 @@ class OracleDrafter(Drafter):
     def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
         """What each row will emit next, with errors."""
         assert self.rows == list(view.row_ids), "`keep` and the view disagree about who is still decoding"
-        branch = 1 + self.strategy.siblings
+        branch = 1 + self.strategy.siblings if plan.width > 1 else 1
         depth = min(plan.depth, (plan.nodes - 1) // branch)
         chains = []
         for row in range(view.rows):

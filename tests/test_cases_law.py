@@ -60,12 +60,15 @@ class _ArgmaxDrafter(Drafter):
 
 
 def draws(model: Any, strategy: Any, verifier: str, rows: int, steps: int, **options: Any) -> torch.Tensor:
-    """New ids of shape `(rows, steps)`."""
+    """New ids of shape `(rows, steps)`, with the strategy's default for one row, at most 6 draft tokens."""
+    config = None if strategy is None else SpecDecConfig(strategy=strategy, verifier=verifier)
+    if config is not None:
+        config = dataclasses.replace(config, max_draft_tokens=min(6, config.draft_tokens()))
     set_seed(SEED)
     ids = model.generate(
         torch.tensor([[1, 0]]), attention_mask=torch.ones(1, 2, dtype=torch.long), do_sample=True,
         max_new_tokens=steps, num_return_sequences=rows, **{"top_k": 0, **options},
-        assistant_strategy=None if strategy is None else SpecDecConfig(strategy=strategy, verifier=verifier),
+        assistant_strategy=config,
     )  # fmt: skip
     return ids[:, 2:]
 

@@ -349,7 +349,7 @@ class TestMemory:
         memory = SuffixMemory(max_tokens=50, max_context=3)
         strategy = Suffix(memory=memory)
         memory.add([5, 6, 7])
-        assert strategy.to_dict()["memory"] is None
+        assert strategy.to_dict()["memory"] == "new"
         memory.save(path)
         assert strategy.to_dict()["memory"] == path
         assert [entry.name for entry in tmp_path.iterdir()] == ["memory.json"]

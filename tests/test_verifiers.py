@@ -14,7 +14,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import hf_specdec
 from hf_specdec import VERIFIERS, Drafter, DraftStrategy, DraftTree, SpecDecConfig, SpecDecError
-from hf_specdec.drafters import CandidateAdapter, DraftModel, PromptLookup, Suffix
+from hf_specdec.drafters import CandidateAdapter, Cascade, DraftModel, Free, Merge, PromptLookup, Recycling, Suffix
 from hf_specdec.generate import check_combination
 
 STEPS, DRAWS = 4, 6000
@@ -34,6 +34,10 @@ class Branching(DraftStrategy):
     levels: int = 2
     fixed: bool = False
     fault: str = ""
+
+    @property
+    def default_width(self):
+        return self.width
 
     name: ClassVar[str] = "branching"
     default_draft_tokens: ClassVar[int] = 6
@@ -126,7 +130,7 @@ def test_law_of_trees_in_a_ragged_batch():
     ids = target.generate(
         torch.tensor([[1, 0], [0, 0], [2, 3]]), attention_mask=torch.tensor([[1, 1], [0, 1], [1, 1]]),
         do_sample=True, top_k=0, max_new_tokens=STEPS, num_return_sequences=3000,
-        assistant_strategy=SpecDecConfig(strategy=Branching(small(1)), verifier="rejection"),
+        assistant_strategy=SpecDecConfig(strategy=Branching(small(1)), verifier="rejection", max_draft_tokens=6),
     )[:3000, 2:]  # fmt: skip
     assert p_value(ids, joint_law(target, STEPS, 1.0, 0)) > PASS
 
@@ -140,7 +144,7 @@ def test_siblings_lift_acceptance():
             torch.tensor([[1, 0]]), do_sample=True, top_k=0, max_new_tokens=12, num_return_sequences=200,
             return_dict_in_generate=True,
             assistant_strategy=SpecDecConfig(
-                strategy=Branching(small(1), levels=1, **settings), verifier="rejection"
+                strategy=Branching(small(1), levels=1, **settings), verifier="rejection", max_draft_tokens=3
             ),
         )  # fmt: skip
         accepted.append(output.speculation.mean_acceptance_length)
@@ -189,14 +193,16 @@ STRATEGIES: dict[str, Any] = {
     "candidate_generator": lambda: CandidateAdapter(
         lambda input_ids: PromptLookupCandidateGenerator(num_output_tokens=3, max_length=100)
     ),
-    "oracle": lambda: Oracle.of([[3, 4, 5]] * 3),
+    "oracle": lambda: Oracle.of([[3, 4, 5]] * 3, siblings=1),
+    "recycling": Recycling,
+    "free": Free,
+    "merge": lambda: Merge(["suffix", "prompt_lookup"]),
+    "cascade": lambda: Cascade(["prompt_lookup", DraftModel(draft_model())]),
 }
 CANNOT = {
     ("candidate_generator", "rejection"),
     ("candidate_generator", "block"),
     ("candidate_generator", "threshold"),
-    ("oracle", "block"),
-    ("oracle", "threshold"),
 }
 
 
@@ -223,7 +229,8 @@ def test_every_combination_runs_or_is_refused_before_the_first_forward(name, ver
 def test_a_refusal_says_why():
     for config, says in (
         (SpecDecConfig(strategy=STRATEGIES["candidate_generator"](), verifier="block"), "the law that drafts were"),
-        (SpecDecConfig(strategy=STRATEGIES["oracle"](), verifier="block"), "takes chains alone"),
+        (SpecDecConfig(strategy="suffix", verifier="block", max_width=2), "takes chains alone; use exact or"),
+        (SpecDecConfig(strategy="prompt_lookup", max_width=2), "proposes chains alone; leave max_width out"),
     ):
         with pytest.raises(SpecDecError, match=says):
             check_combination(config)

@@ -18,5 +18,5 @@ class Controller(ABC):
         """Called after each round."""
 
 
-SCHEDULES: dict[str, Callable[[Callable[[int], int]], Controller]] = {}
-"""Policies by name; each is called with a function that gives the largest draft length for a number of rows."""
+SCHEDULES: dict[str, Callable[[Callable[[int], Plan]], Controller]] = {}
+"""Policies by name; each is called with a function that gives the largest plan for a number of rows."""

@@ -1,4 +1,4 @@
-"""The same draft length in every round with as many rows."""
+"""The same plan in every round with as many rows."""
 
 from collections.abc import Callable
 
@@ -7,18 +7,18 @@ from .base import SCHEDULES, Controller
 
 
 class FixedController(Controller):
-    """Grants chains of the largest length, always.
+    """Grants the largest plan, always.
 
     Args:
-        length: gives it for a number of rows.
+        largest: gives it for a number of rows.
     """
 
-    def __init__(self, length: Callable[[int], int]):
-        self._length = length
+    def __init__(self, largest: Callable[[int], Plan]):
+        self._largest = largest
 
     def plan(self, view: DecodeView) -> Plan:
-        """A chain."""
-        return Plan.chain(self._length(view.rows))
+        """The largest."""
+        return self._largest(view.rows)
 
 
 SCHEDULES["constant"] = FixedController

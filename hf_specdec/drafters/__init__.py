@@ -2,16 +2,23 @@
 
 from .adapter import CandidateAdapter
 from .base import Drafter, DraftStrategy, known_strategies, register_strategy
+from .combined import Cascade, Free, Merge
 from .draft_model import DraftModel, frequent_tokens
 from .prompt_lookup import PromptLookup
+from .recycling import Recycling, RecyclingMemory
 from .suffix import Suffix, SuffixMemory
 
 __all__ = [
     "CandidateAdapter",
+    "Cascade",
     "DraftModel",
     "DraftStrategy",
     "Drafter",
+    "Free",
+    "Merge",
     "PromptLookup",
+    "Recycling",
+    "RecyclingMemory",
     "Suffix",
     "SuffixMemory",
     "frequent_tokens",

@@ -6,9 +6,11 @@
 
 import dataclasses
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -27,11 +29,13 @@ class Drafter(CandidateGenerator, ABC):
 
     Class attributes:
         stock_draft_tokens: draft length inside stock assisted decoding.
+        top_tokens: how many of the target's likeliest next tokens `learn` is given; 0: `learn` is not called.
         forwards: forward passes of a draft model so far.
         forward_seconds: time spent in them.
     """
 
     stock_draft_tokens: int = 10
+    top_tokens: int = 0
     forwards: int = 0
     forward_seconds: float = 0.0
 
@@ -40,7 +44,20 @@ class Drafter(CandidateGenerator, ABC):
 
     @abstractmethod
     def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
-        """At most `plan.depth` tokens below each row's root. `DraftTree` with `view.rows` rows."""
+        """A tree within the plan below each row's root. `DraftTree` with `view.rows` rows."""
+
+    def learn(self, view: DecodeView, tree: DraftTree, tokens: torch.Tensor, probs: torch.Tensor) -> None:
+        """What the target expects after each node of a forward, accepted or not.
+
+        Called after each forward, before rows leave and before `observe`; after `start` for the prompt, which is a
+        chain there.
+
+        Args:
+            view: the text down to node 0, which is its last token.
+            tree: the nodes; those with parent -1 other than node 0 are padding.
+            tokens: `LongTensor` of shape `(B, N, K)`: the likeliest next tokens, best first, K up to `top_tokens`.
+            probs: `FloatTensor` of shape `(B, N, K)`: their probabilities, before logits processors.
+        """
 
     def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:
         """Called after each commit with the tokens that each row emitted; `view` already holds them."""
@@ -69,21 +86,42 @@ class Drafter(CandidateGenerator, ABC):
         """Nothing to do: `get_candidates` sees what was accepted at its next call."""
 
 
+NEW_MEMORY = "new"
+"""As a strategy's `memory`: an empty one that all calls with the strategy object share."""
+
+
+def check_count(owner: str, name: str, value: Any) -> None:
+    """Raise `SpecDecError` unless the setting is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise SpecDecError(f"{owner}: {name}={value!r}, but it must be a whole number of at least 1.")
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file, replacing what was there in one step."""
+    partial = Path(f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
 @dataclasses.dataclass(frozen=True)
 class DraftStrategy(ABC):
     """Settings of a strategy and the facts that the loop checks before the first forward pass.
 
     Class attributes:
         name: the registered name.
-        default_draft_tokens: draft length when the user gives none.
+        default_draft_tokens: draft tokens per round when the user gives no number.
+        default_depth: longest path of a draft by default; None for as many as there are draft tokens.
+        default_width: draft tokens at the same place by default.
         needs: one phrase for `hf-specdec strategies`.
         sampled: drafts may be drawn from a law (with a verifier that reads draft probabilities).
         knows_law: says truly what law its drafts came from; a token that is looked up is a point mass.
-        trees: it can propose more than a chain.
+        trees: it can propose more than a chain, where the plan's width grants that.
     """
 
     name: ClassVar[str] = ""
     default_draft_tokens: ClassVar[int] = 10
+    default_depth: ClassVar[int | None] = None
+    default_width: ClassVar[int] = 1
     needs: ClassVar[str] = "nothing"
     sampled: ClassVar[bool] = False
     knows_law: ClassVar[bool] = True

@@ -1,7 +1,8 @@
 """Suffix decoding: the draft is what followed the same context before, in this text or in answers of earlier calls.
 
-SuffixDecoding, Oliaro et al. 2024, arXiv:2411.04975. Deviation: a chain instead of a tree, and in both sources the
-current occurrence counts as one that was followed by something else, so that the scores of the two compare.
+SuffixDecoding, Oliaro et al. 2024, arXiv:2411.04975. Deviations: in a tree, the probability of a token is blended over
+all matched contexts instead of taken from one; in a chain, the current occurrence counts as one that was followed by
+something else in both sources, so that their scores compare.
 """
 
 import json
@@ -17,8 +18,8 @@ from typing import Any, ClassVar
 
 from ..errors import SpecDecError
 from ..state import DecodeView, Plan
-from ..tree import DraftTree
-from .base import Drafter, DraftStrategy, register_strategy
+from ..tree import DraftTree, RowTree, union
+from .base import NEW_MEMORY, Drafter, DraftStrategy, check_count, register_strategy, write_whole
 from .suffix_index import DEFAULT_MAX_CONTEXT, PathRule, ScoredDraft, SuffixIndex
 
 _FILE_FORMAT = "hf_specdec suffix memory 1"
@@ -39,9 +40,8 @@ class SuffixMemory:
     """
 
     def __init__(self, max_tokens: int = 100_000, max_context: int = DEFAULT_MAX_CONTEXT):
-        for name, value in (("max_tokens", max_tokens), ("max_context", max_context)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SpecDecError(f"SuffixMemory({name}={value!r}): it must be a whole number of at least 1.")
+        check_count("SuffixMemory", "max_tokens", max_tokens)
+        check_count("SuffixMemory", "max_context", max_context)
         self.max_tokens = max_tokens
         self.max_context = max_context
         self.path: str | None = None
@@ -81,6 +81,12 @@ class SuffixMemory:
             index = self._whole_index()
             return index.draft(index.match(tokens), limit, rule, unseen=1)
 
+    def tree(self, tokens: Sequence[int], plan: Plan) -> RowTree:
+        """What followed the end of `tokens` in the texts remembered, as a tree below the last of them."""
+        with self._lock:
+            index = self._whole_index()
+            return index.tree(index.match(tokens), tokens[-1], plan.depth, plan.width, plan.nodes)
+
     def _whole_index(self) -> SuffixIndex:
         if not self._index_is_whole:
             self._index = SuffixIndex(self.max_context)
@@ -95,9 +101,7 @@ class SuffixMemory:
         """Write the texts to a JSON file, replacing it in one step."""
         content = {"format": _FILE_FORMAT, **self.__getstate__()}
         del content["path"]
-        partial = Path(f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}.partial")
-        partial.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, json.dumps(content))
         self.path = os.fspath(path)
 
     @classmethod
@@ -164,13 +168,15 @@ class Suffix(DraftStrategy):
 
     Args:
         max_context: longest match, in tokens, in the text of this call; a memory has its own.
-        min_probability: a draft ends before the token that takes its estimated probability below this.
-        max_tokens_factor: a match of m tokens is followed for at most `max_tokens_factor * m` tokens.
-        memory: answers of earlier calls, or the path of a saved `SuffixMemory`. The calls that use this strategy add
-            to it. `to_dict` gives its path, or None for a memory that was never saved.
+        min_probability: a chain ends before the token that takes its estimated probability below this.
+        max_tokens_factor: in a chain, a match of m tokens is followed for at most `max_tokens_factor * m` tokens.
+        memory: answers of earlier calls: a `SuffixMemory`, the path of a saved one, or "new" for an empty one that all
+            calls with this object share and add to; None forgets after each call.
     """
 
-    default_draft_tokens: ClassVar[int] = 16
+    default_draft_tokens: ClassVar[int] = 15
+    default_width: ClassVar[int] = 4
+    trees: ClassVar[bool] = True
     needs: ClassVar[str] = "nothing; best where the answer repeats itself, the prompt or earlier answers"
 
     max_context: int = DEFAULT_MAX_CONTEXT
@@ -179,22 +185,21 @@ class Suffix(DraftStrategy):
     memory: SuffixMemory | str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_context, int) or isinstance(self.max_context, bool) or self.max_context < 1:
-            raise SpecDecError(
-                f"suffix: max_context={self.max_context!r}, but a match has at least one token; "
-                f"use a whole number of at least 1 (default {DEFAULT_MAX_CONTEXT})."
-            )
+        check_count("suffix", "max_context", self.max_context)
         if not _is_number(self.min_probability) or not 0 <= self.min_probability <= 1:
             raise SpecDecError(f"suffix: min_probability={self.min_probability!r} is no probability; use 0 to 1.")
         if not _is_number(self.max_tokens_factor) or not self.max_tokens_factor > 0:
             raise SpecDecError(
                 f"suffix: max_tokens_factor={self.max_tokens_factor!r} would never draft; use a number above 0."
             )
-        if isinstance(self.memory, (str, os.PathLike)):
+        if self.memory == NEW_MEMORY:
+            object.__setattr__(self, "memory", SuffixMemory())
+        elif isinstance(self.memory, (str, os.PathLike)):
             object.__setattr__(self, "memory", SuffixMemory.load(self.memory))
         elif self.memory is not None and not isinstance(self.memory, SuffixMemory):
             raise SpecDecError(
-                f"suffix: memory={type(self.memory).__name__} is neither a SuffixMemory nor the path of a saved one."
+                f"suffix: memory={type(self.memory).__name__} is neither a SuffixMemory, nor the path of a saved one, "
+                f"nor {NEW_MEMORY!r}."
             )
 
     def build(self, target: Any, request: Any) -> "SuffixDrafter":
@@ -202,8 +207,8 @@ class Suffix(DraftStrategy):
         return SuffixDrafter(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings by field name; a memory by its path, or None if it was never saved."""
-        path = self.memory.path if isinstance(self.memory, SuffixMemory) else self.memory
+        """The settings by field name; a memory by its path, or "new" if it was never saved."""
+        path = self.memory.path or NEW_MEMORY if isinstance(self.memory, SuffixMemory) else None
         return {
             "max_context": self.max_context,
             "min_probability": self.min_probability,
@@ -249,9 +254,18 @@ class SuffixDrafter(Drafter):
             row.index.extend(row.tokens[len(row.index.text) :])
 
     def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
-        """The better of the two sources for each row, this text on ties."""
+        """The better chain of the two sources for each row, this text on ties; or a tree of both."""
+        if plan.width > 1:
+            return DraftTree.from_rows([self._tree(row, plan) for row in self._rows], view.device)
         chains = [self._draft(row.index, plan.depth).tokens for row in self._rows]
         return DraftTree.from_chains(view.roots(), chains, view.device)
+
+    def _tree(self, row: _Row, plan: Plan) -> RowTree:
+        index = row.index
+        local = index.tree(index.matched, row.tokens[-1], plan.depth, plan.width, plan.nodes)
+        if self._memory is None:
+            return local
+        return union([local, self._memory.tree(row.tokens, plan)], plan.width, plan.nodes)
 
     def _draft(self, index: SuffixIndex, limit: int) -> ScoredDraft:
         local = index.draft(index.matched, limit, self._rule)

@@ -9,8 +9,14 @@ not negative; `BOUNDARY` separates the texts of one index, and nothing is matche
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..tree import RowTree, grow_best_first
+
 BOUNDARY = -1
 DEFAULT_MAX_CONTEXT = 16
+ESCAPE = 2.0
+"""How little a context of one token is believed: with this weight against each different token that followed it."""
+NEGLIGIBLE = 0.02
+"""Weight below which shorter contexts are not asked."""
 _TO_BE_FOUND = 1 << 62  # a `best_count` above every count: the favourite has left, search when it is asked for
 
 
@@ -42,6 +48,9 @@ class Node:
 
 
 Context = Node | int  # an int is the position where the only occurrence ends
+
+
+_Place = tuple[Sequence[Context], tuple[int, ...]]  # contexts by length, and the draft's tokens down to there
 
 
 def count_of(context: Context) -> int:
@@ -184,6 +193,77 @@ class SuffixIndex:
                 best = draft
         return best
 
+    def tree(self, matched: Sequence[Context], root: int, depth: int, width: int, nodes: int) -> RowTree:
+        """The most probable continuations of all matched contexts together.
+
+        Each node keeps the contexts that its path continues. The probability of a token is blended over them, from the
+        longest on: a context that was followed n times by k different tokens is believed with weight
+        `n / (n + k * ESCAPE / length)`, and the rest of the weight goes to the next shorter one (prediction by partial
+        matching, Cleary and Witten 1984).
+
+        Args:
+            matched: contexts that end where the draft begins, by length.
+            root: the last token of the text.
+            depth, width, nodes: as in `Plan`.
+        """
+
+        def expand(place: _Place) -> list[tuple[int, float, _Place]]:
+            contexts, path = place
+            return [
+                (token, probability, (self._advance(contexts, token, path), (*path, token)))
+                for token, probability in self._blend(contexts, path).items()
+            ]
+
+        start: _Place = (matched, ())
+        return grow_best_first(root, start, expand, depth, width, nodes)
+
+    def _blend(self, contexts: Sequence[Context], path: tuple[int, ...]) -> dict[int, float]:
+        """Probability of each token after these contexts, given by length."""
+        blended: dict[int, float] = {}
+        weight, occurrences = 1.0, 0
+        for length in range(len(contexts), 0, -1):
+            context = contexts[length - 1]
+            if count_of(context) == occurrences:
+                continue  # the same places as the next longer one
+            occurrences = count_of(context)
+            followers = self._followers(context, path)
+            total = sum(followers.values())
+            if not total:
+                continue
+            believed = weight * total / (total + len(followers) * ESCAPE / length)
+            for token, count in followers.items():
+                blended[token] = blended.get(token, 0.0) + believed * count / total
+            weight -= believed
+            if weight < NEGLIGIBLE:
+                break
+        return blended
+
+    def _followers(self, context: Context, path: tuple[int, ...]) -> dict[int, int]:
+        """How often each token followed a context; below the trie the latest occurrence is copied, as in `_path`."""
+        if isinstance(context, Node) and context.children:
+            return {token: count_of(child) for token, child in context.children.items() if token != BOUNDARY}
+        token = self._token_at(1 + (context if isinstance(context, int) else context.last), path)
+        return {} if token == BOUNDARY else {token: 1}
+
+    def _token_at(self, position: int, path: Sequence[int]) -> int:
+        """The token there; beyond the end of the text, that of the draft."""
+        beyond = position - self.base - len(self.text)
+        return self.text[position - self.base] if beyond < 0 else path[beyond]
+
+    def _advance(self, contexts: Sequence[Context], token: int, path: tuple[int, ...]) -> list[Context]:
+        """The contexts with one more token, where it followed them."""
+        longer: list[Context] = []
+        for context in contexts:
+            if isinstance(context, Node) and context.children:
+                child = context.children.get(token)
+            else:
+                place = 1 + (context if isinstance(context, int) else context.last)
+                child = place if self._token_at(place, path) == token else None
+            if child is None:
+                break
+            longer.append(child)
+        return longer
+
     def _path(self, context: Context, limit: int, min_probability: float, unseen: int) -> ScoredDraft:
         """Follow the favourite token, and its probability `count(child) / count(context)`, down the trie.
 
@@ -191,7 +271,6 @@ class SuffixIndex:
         trusted by a half. Below the trie the latest occurrence is copied; where the copy reaches the end of the text,
         it goes on in the draft, so that a repetition goes on repeating.
         """
-        text, base = self.text, self.base
         tokens: list[int] = []
         score = 0.0
         probability = count_of(context) / (count_of(context) + unseen)
@@ -200,8 +279,7 @@ class SuffixIndex:
                 context = context.last
             if isinstance(context, int):
                 context += 1
-                beyond = context - base - len(text)
-                token = text[context - base] if beyond < 0 else tokens[beyond]
+                token = self._token_at(context, tokens)
             else:
                 token, count = context.favourite()
                 probability *= count / context.count

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import SpecDecError, unknown_name
-from .acceptance import Acceptance, Rule, follow, likeliest, sample_with
+from .acceptance import Acceptance, Rule, follow, likeliest, most_likely, sample_with
 from .lossless import block, exact, rejection
 from .lossy import relative, typical
 
@@ -27,6 +27,7 @@ __all__ = [
     "exact",
     "follow",
     "likeliest",
+    "most_likely",
     "rejection",
     "relative",
     "sample_with",

@@ -1,0 +1,264 @@
+"""Several strategies together: all in one tree (`merge`), or the first that has something to say (`cascade`)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import SpecDecError, unknown_name
+from ..state import DecodeView, Plan
+from ..tree import DraftTree, RowTree, union
+from .base import Drafter, DraftStrategy, build_strategy, register_strategy
+from .draft_model import DraftModel
+from .recycling import Recycling
+from .suffix import Suffix
+
+_FIELDS = ("strategy", "strategy_options")
+
+
+def as_strategy(given: Any) -> DraftStrategy:
+    """The member that a name, a strategy, a draft model, or a dict with `strategy` and `strategy_options` stands for.
+
+    Raises:
+        SpecDecError: it stands for none.
+    """
+    if isinstance(given, DraftStrategy):
+        return given
+    if isinstance(given, PreTrainedModel):
+        return DraftModel(given)
+    if isinstance(given, str):
+        return build_strategy(given, {})
+    if isinstance(given, Mapping) and isinstance(given.get("strategy"), str):
+        for name in given:
+            if name not in _FIELDS:
+                raise unknown_name("field of a member strategy:", name, _FIELDS)
+        return build_strategy(given["strategy"], dict(given.get("strategy_options", {})))
+    raise SpecDecError(
+        f"{given!r} is no strategy to combine; give a name, a strategy object, a draft model, or a dict as in "
+        "{'strategy': 'suffix', 'strategy_options': {'max_context': 8}}."
+    )
+
+
+@dataclass(frozen=True)
+class _Combined(DraftStrategy):
+    """What `merge` and `cascade` share.
+
+    Args:
+        strategies: the members: names, strategies, draft models, or dicts with `strategy` and `strategy_options`.
+    """
+
+    strategies: Any
+
+    needs: ClassVar[str] = "what its members need"
+
+    def __post_init__(self) -> None:
+        given = self.strategies
+        if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence) or not given:
+            raise SpecDecError(
+                f"{self.name}: strategies={given!r} is no list of strategies; give one, as in ['suffix', 'recycling']."
+            )
+        object.__setattr__(self, "strategies", tuple(map(as_strategy, given)))
+
+    @property
+    def sampled(self) -> bool:  # type: ignore[override]
+        """Some member draws."""
+        return any(each.sampled for each in self.strategies)
+
+    @property
+    def trees(self) -> bool:  # type: ignore[override]
+        """Some member proposes trees."""
+        return any(each.trees for each in self.strategies)
+
+    @property
+    def default_draft_tokens(self) -> int:  # type: ignore[override]
+        """The largest of the members'."""
+        return max(each.default_draft_tokens for each in self.strategies)
+
+    @property
+    def default_width(self) -> int:  # type: ignore[override]
+        """The largest of the members'."""
+        return max(each.default_width for each in self.strategies)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The members by name and settings."""
+        return {
+            "strategies": [{"strategy": each.name, "strategy_options": each.to_dict()} for each in self.strategies]
+        }
+
+
+@register_strategy("merge")
+@dataclass(frozen=True)
+class Merge(_Combined):
+    """The proposals of all members in one tree without duplicates, cut to its most valuable nodes.
+
+    The value of a node is its estimated acceptance, the largest of those that the members give. Which nodes stay
+    depends on the tokens drafted, so members that draw serve no verifier that reads draft probabilities.
+
+    Args:
+        strategies: the members: names, strategies, draft models, or dicts with `strategy` and `strategy_options`.
+    """
+
+    @property
+    def trees(self) -> bool:  # type: ignore[override]
+        """Two chains may part."""
+        return True
+
+    @property
+    def default_width(self) -> int:  # type: ignore[override]
+        """Room for each member at each place."""
+        return max(len(self.strategies), *(each.default_width for each in self.strategies))
+
+    @property
+    def knows_law(self) -> bool:  # type: ignore[override]
+        """No member draws, and each knows its law."""
+        return not self.sampled and all(each.knows_law for each in self.strategies)
+
+    def build(self, target: Any, request: Any) -> "MergeDrafter":
+        """The drafter. Raises what a member raises that does not fit the target or the request."""
+        return MergeDrafter([each.build(target, request) for each in self.strategies])
+
+
+@register_strategy("free")
+@dataclass(frozen=True)
+class Free(Merge):
+    """`suffix` and `recycling` in one tree: no model, no training.
+
+    Args:
+        suffix: settings of `Suffix`, as a dict, or the strategy itself.
+        recycling: settings of `Recycling`, as a dict, or the strategy itself.
+    """
+
+    strategies: Any = field(init=False, repr=False, default=())
+    suffix: Any = field(default_factory=dict)
+    recycling: Any = field(default_factory=dict)
+
+    needs: ClassVar[str] = "nothing; best where the answer repeats itself, the prompt or earlier answers"
+
+    def __post_init__(self) -> None:
+        members = []
+        for name, kind in (("suffix", Suffix), ("recycling", Recycling)):
+            given = getattr(self, name)
+            if isinstance(given, Mapping):
+                given = build_strategy(name, dict(given))
+            if not isinstance(given, kind):
+                raise SpecDecError(f"free: {name}={given!r} is neither a dict of settings nor a {kind.__name__}.")
+            object.__setattr__(self, name, given)
+            members.append(given)
+        object.__setattr__(self, "strategies", tuple(members))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings of both members."""
+        return {"suffix": self.suffix.to_dict(), "recycling": self.recycling.to_dict()}
+
+
+@register_strategy("cascade")
+@dataclass(frozen=True)
+class Cascade(_Combined):
+    """Per row, the proposal of the first member that has one; later members are asked only for want of it.
+
+    Args:
+        strategies: the members: names, strategies, draft models, or dicts with `strategy` and `strategy_options`.
+    """
+
+    @property
+    def knows_law(self) -> bool:  # type: ignore[override]
+        """Every member knows its law."""
+        return all(each.knows_law for each in self.strategies)
+
+    def build(self, target: Any, request: Any) -> "CascadeDrafter":
+        """The drafter. Raises what a member raises that does not fit the target or the request."""
+        return CascadeDrafter([each.build(target, request) for each in self.strategies])
+
+
+class CombinedDrafter(Drafter):
+    """Hands what happens on to all members."""
+
+    def __init__(self, members: Sequence[Drafter]):
+        self._members = members
+        self.top_tokens = max(each.top_tokens for each in members)
+        self.stock_draft_tokens = max(each.stock_draft_tokens for each in members)
+
+    @property
+    def forwards(self) -> int:  # type: ignore[override]
+        """Forward passes of the members' models."""
+        return sum(each.forwards for each in self._members)
+
+    @property
+    def forward_seconds(self) -> float:  # type: ignore[override]
+        """Time spent in them."""
+        return sum(each.forward_seconds for each in self._members)
+
+    def start(self, view: DecodeView) -> None:
+        """Start all members."""
+        for each in self._members:
+            each.start(view)
+
+    def learn(self, view: DecodeView, tree: DraftTree, tokens: torch.Tensor, probs: torch.Tensor) -> None:
+        """Each member gets as many tokens as it wants."""
+        for each in self._members:
+            if each.top_tokens:
+                each.learn(view, tree, tokens[..., : each.top_tokens], probs[..., : each.top_tokens])
+
+    def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:
+        """All members see what was emitted."""
+        for each in self._members:
+            each.observe(view, emitted)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Only these rows stay."""
+        for each in self._members:
+            each.keep(rows)
+
+    def finish(self) -> None:
+        """The call has ended for all members."""
+        for each in self._members:
+            each.finish()
+
+
+class MergeDrafter(CombinedDrafter):
+    """One tree of all proposals."""
+
+    def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
+        """The most valuable nodes of all proposals; under a plan for chains, of the paths to them the best one."""
+        trees = [each.propose(view, plan) for each in self._members]
+        rows = [union([RowTree.of(tree, row) for tree in trees], plan.width, plan.nodes) for row in range(view.rows)]
+        return DraftTree.from_rows(rows, view.device)
+
+
+class CascadeDrafter(CombinedDrafter):
+    """The first proposal of each row."""
+
+    def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
+        """Ask one member after the other until every row has a proposal."""
+        chosen: DraftTree | None = None
+        for each in self._members:
+            tree = each.propose(view, plan)
+            chosen = tree if chosen is None else fill_rows(chosen, tree)
+            if bool((chosen.parents[:, 1:] >= 0).any(1).all()):
+                break
+        assert chosen is not None
+        return chosen
+
+
+def fill_rows(tree: DraftTree, other: DraftTree) -> DraftTree:
+    """The rows of a tree, and those of another where it has no node below the root."""
+    size = max(tree.size, other.size)
+    empty = ~(tree.parents[:, 1:] >= 0).any(1)
+
+    def choose(name: str, fill: float) -> torch.Tensor | None:
+        parts = [getattr(each, name) for each in (tree, other)]
+        known = next((each for each in parts if each is not None), None)
+        if known is None:
+            return None
+        padded = []
+        for part in parts:
+            part = known.new_full((len(empty), 1, *known.shape[2:]), fill) if part is None else part.to(known.device)
+            padding = part.new_full((len(part), size - part.shape[1], *part.shape[2:]), fill)
+            padded.append(torch.cat([part, padding], 1))
+        return torch.where(empty.view(-1, *[1] * (known.dim() - 1)), padded[1], padded[0])
+
+    tokens, parents, sampled = choose("tokens", 0), choose("parents", -1), choose("sampled", 0)
+    assert tokens is not None and parents is not None and sampled is not None
+    return DraftTree(tokens, parents, sampled, choose("probs", 0.0), choose("values", 0.0))

@@ -1,0 +1,182 @@
+"""Token recycling: what the target found likely after a token is what it may choose after that token again.
+
+Luo et al. 2024, arXiv:2408.08696. Deviations: the table is keyed on the last two tokens, with the last one to fall
+back on, and holds the target's probabilities, so that the tree is grown best first instead of from a template.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import SpecDecError
+from ..state import DecodeView, Plan
+from ..tree import DraftTree, RowTree, grow_best_first
+from .base import NEW_MEMORY, Drafter, DraftStrategy, check_count, register_strategy, write_whole
+
+_FILE_FORMAT = "hf_specdec recycling memory 1"
+DEFAULT_TOP_TOKENS = 8
+
+Followers = Sequence[tuple[int, float]]
+"""Tokens and their probabilities, best first."""
+
+
+class RecyclingMemory:
+    """The target's likeliest next tokens after one and after two tokens. Safe to share between threads; bounded.
+
+    Beyond `max_entries` the entries that were written longest ago leave. Token ids mean something only under one
+    tokenizer: keep one memory per tokenizer.
+
+    Args:
+        max_entries: contexts that are remembered, at about 0.5 kB each.
+
+    Attributes:
+        path: the file this memory was last loaded from or saved to, or None.
+    """
+
+    def __init__(self, max_entries: int = 200_000):
+        check_count("RecyclingMemory", "max_entries", max_entries)
+        self.max_entries = max_entries
+        self.path: str | None = None
+        self._lock = threading.RLock()
+        self._followers: dict[tuple[int, ...], Followers] = {}
+
+    def __len__(self) -> int:
+        """Contexts remembered."""
+        return len(self._followers)
+
+    def __repr__(self) -> str:
+        return f"RecyclingMemory({len(self)} of {self.max_entries} contexts)"
+
+    def learn(self, context: tuple[int, ...], followers: Followers) -> None:
+        """Remember what the target expects after the last one or two tokens of a text."""
+        with self._lock:
+            for key in {context, context[-1:]}:
+                self._followers.pop(key, None)
+                self._followers[key] = followers
+            while len(self._followers) > self.max_entries:
+                del self._followers[next(iter(self._followers))]
+
+    def followers(self, context: tuple[int, ...]) -> Followers:
+        """What is remembered of these one or two tokens, else of the last one."""
+        with self._lock:
+            return self._followers.get(context) or self._followers.get(context[-1:], ())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the table to a JSON file, replacing it in one step."""
+        content = {"format": _FILE_FORMAT, **self.__getstate__()}
+        del content["path"]
+        write_whole(path, json.dumps(content))
+        self.path = os.fspath(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "RecyclingMemory":
+        """Read a file that `save` wrote. Raises `SpecDecError` when it is not one."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if content["format"] != _FILE_FORMAT:
+                raise ValueError(f"its format is {content['format']!r}, not {_FILE_FORMAT!r}")
+            memory = cls(content["max_entries"])
+            for context, followers in content["table"]:
+                if not (1 <= len(context) <= 2 and all(type(each) is int for each in context)):
+                    raise ValueError("it holds something that is no context of one or two tokens")
+                memory._followers[tuple(context)] = tuple((int(token), float(prob)) for token, prob in followers)
+        except FileNotFoundError as error:
+            raise SpecDecError(
+                f"There is no recycling memory at {os.fspath(path)!r}; make one with `RecyclingMemory().save(path)`."
+            ) from error
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SpecDecError) as error:
+            raise SpecDecError(
+                f"{os.fspath(path)!r} cannot be read as a recycling memory ({error}); pass a file that "
+                "`RecyclingMemory.save` wrote, or delete it and start a new memory."
+            ) from error
+        memory.path = os.fspath(path)
+        return memory
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return {"max_entries": self.max_entries, "path": self.path, "table": list(self._followers.items())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        RecyclingMemory.__init__(self, state["max_entries"])
+        self._followers.update(state["table"])
+        self.path = state["path"]
+
+
+@register_strategy("recycling")
+@dataclass(frozen=True)
+class Recycling(DraftStrategy):
+    """Proposes what the target found likely after the same tokens before (token recycling, arXiv:2408.08696).
+
+    Args:
+        top_tokens: next tokens that are remembered per context.
+        memory: a table that outlives the call, the path of a saved `RecyclingMemory`, or "new" for a table that all
+            calls with this object share; None forgets after each call.
+    """
+
+    default_draft_tokens: ClassVar[int] = 15
+    default_width: ClassVar[int] = DEFAULT_TOP_TOKENS
+    trees: ClassVar[bool] = True
+    needs: ClassVar[str] = "nothing; learns from the target's own scores as it decodes"
+
+    top_tokens: int = DEFAULT_TOP_TOKENS
+    memory: RecyclingMemory | str | None = None
+
+    def __post_init__(self) -> None:
+        check_count("recycling", "top_tokens", self.top_tokens)
+        if self.memory == NEW_MEMORY:
+            object.__setattr__(self, "memory", RecyclingMemory())
+        elif isinstance(self.memory, (str, os.PathLike)):
+            object.__setattr__(self, "memory", RecyclingMemory.load(self.memory))
+        elif self.memory is not None and not isinstance(self.memory, RecyclingMemory):
+            raise SpecDecError(
+                f"recycling: memory={type(self.memory).__name__} is neither a RecyclingMemory, nor the path of a "
+                f"saved one, nor {NEW_MEMORY!r}."
+            )
+
+    def build(self, target: Any, request: Any) -> "RecyclingDrafter":
+        """The drafter of one call; it fits every target."""
+        return RecyclingDrafter(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings by field name; a memory by its path, or "new" if it was never saved."""
+        memory = self.memory
+        return {
+            "top_tokens": self.top_tokens,
+            "memory": memory.path or NEW_MEMORY if isinstance(memory, RecyclingMemory) else None,
+        }
+
+
+class RecyclingDrafter(Drafter):
+    """One table for all rows of the call, or the strategy's memory."""
+
+    stock_draft_tokens = Recycling.default_draft_tokens
+
+    def __init__(self, strategy: Recycling):
+        self.top_tokens = strategy.top_tokens
+        self._table = strategy.memory if isinstance(strategy.memory, RecyclingMemory) else RecyclingMemory()
+
+    def learn(self, view: DecodeView, tree: DraftTree, tokens: torch.Tensor, probs: torch.Tensor) -> None:
+        """Write what the target expects after each node, rejected ones included; of equals the last one stays."""
+        told = zip(tree.tokens.tolist(), tree.parents.tolist(), tokens.tolist(), probs.tolist(), strict=True)
+        for row, (nodes, parents, ids, chances) in enumerate(told):
+            for node, (token, parent) in enumerate(zip(nodes, parents)):
+                if node and parent < 0:
+                    continue
+                before = tuple(view.tokens(row)[-2:-1]) if not node else (nodes[parent],)
+                self._table.learn((*before, token), tuple(zip(ids[node], chances[node])))
+
+    def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
+        """The likeliest paths through the table."""
+        return DraftTree.from_rows([self._grow(view.tokens(row)[-2:], plan) for row in range(view.rows)], view.device)
+
+    def _grow(self, end: Sequence[int], plan: Plan) -> RowTree:
+        def expand(context: tuple[int, ...]) -> list[tuple[int, float, tuple[int, ...]]]:
+            return [(token, prob, (context[-1], token)) for token, prob in self._table.followers(context)]
+
+        return grow_best_first(end[-1], tuple(end), expand, plan.depth, plan.width, plan.nodes)
