@@ -133,10 +133,13 @@ class SlotCache(Cache):
 
     def move(self, row: int, sources: Sequence[int], target: int) -> None:
         """Copy slots `sources` of a row to the slots from `target` on (an accepted path that is not in place)."""
+        indices: dict[torch.device, torch.Tensor] = {}
         for layer in self.slot_layers():
             for buffer in (layer.keys, layer.values):
-                index = torch.tensor(sources, device=buffer.device)
-                buffer[row, :, target : target + len(sources)] = buffer[row].index_select(1, index)
+                if (index := indices.get(buffer.device)) is None:
+                    index = indices[buffer.device] = torch.tensor(sources, device=buffer.device)
+                own = buffer[row]
+                own.narrow(1, target, len(sources)).copy_(own.index_select(1, index))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay; the memory of the others is released."""

@@ -296,7 +296,7 @@ class Target(SlotModel):
         return TargetOutput(outputs.logits[:, -1:], outputs), lengths
 
     def prompt_top(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The likeliest tokens after each position of a prompt that was run: shapes `(n, count)`, see `most_likely`.
+        """`most_likely` after each position of a prompt that was run: shapes `(n, count)`.
 
         None where the model does not show its hidden states, or has no output layer of its own.
 

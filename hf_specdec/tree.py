@@ -146,8 +146,8 @@ class RowTree:
     @classmethod
     def of(cls, tree: DraftTree, row: int) -> "RowTree":
         """One row of a tree. Where it gives no values, half of the drafts are taken to be right at each depth."""
-        tokens, parents, depths = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.depths[row].tolist()
-        values = [UNKNOWN**depth for depth in depths] if tree.values is None else tree.values[row].tolist()
+        tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+        values = (UNKNOWN ** tree.depths[row] if tree.values is None else tree.values[row]).tolist()
         own, places = cls(tokens[0]), {0: 0}
         for node, parent in enumerate(parents):
             if parent in places:

@@ -56,7 +56,7 @@ class Drafter(CandidateGenerator, ABC):
             view: the text down to node 0, which is its last token.
             tree: the nodes; those with parent -1 other than node 0 are padding.
             tokens: `LongTensor` of shape `(B, N, K)`: the likeliest next tokens, best first, K up to `top_tokens`.
-            probs: `FloatTensor` of shape `(B, N, K)`: their probabilities, before logits processors.
+            probs: `FloatTensor` of shape `(B, N, K)`: their probabilities among these K, before logits processors.
         """
 
     def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:

@@ -21,6 +21,8 @@ from .base import NEW_MEMORY, Drafter, DraftStrategy, check_count, register_stra
 
 _FILE_FORMAT = "hf_specdec recycling memory 1"
 DEFAULT_TOP_TOKENS = 8
+TRUST = 0.8
+"""Probability that the target chooses among the tokens remembered, wherever the same two tokens came before."""
 
 Followers = Sequence[tuple[int, float]]
 """Tokens and their probabilities, best first."""
@@ -177,6 +179,6 @@ class RecyclingDrafter(Drafter):
 
     def _grow(self, end: Sequence[int], plan: Plan) -> RowTree:
         def expand(context: tuple[int, ...]) -> list[tuple[int, float, tuple[int, ...]]]:
-            return [(token, prob, (context[-1], token)) for token, prob in self._table.followers(context)]
+            return [(token, TRUST * prob, (context[-1], token)) for token, prob in self._table.followers(context)]
 
         return grow_best_first(end[-1], tuple(end), expand, plan.depth, plan.width, plan.nodes)
