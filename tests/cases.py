@@ -26,9 +26,9 @@ from hf_specdec.drafters.base import DraftStrategy
 
 SEED = 7
 NEW_TOKENS = 24
-STRATEGIES = ("oracle-0", "oracle-0.3", "oracle-1", "prompt_lookup", "suffix", "draft_model")
+STRATEGIES = ("oracle-0", "oracle-0.3", "oracle-1", "tree-0.3", "prompt_lookup", "suffix", "draft_model")
 ORACLES = STRATEGIES[:3]
-SOME = ("oracle-0.3", "prompt_lookup", "draft_model")
+SOME = ("oracle-0.3", "tree-0.3", "prompt_lookup", "draft_model")
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
@@ -57,6 +57,15 @@ class Replay(Oracle):
     default_draft_tokens: ClassVar[int] = 8
 
 
+@dataclass(frozen=True)
+class TreeReplay(Replay):
+    """The oracle with trees: two wrong siblings in front of every drafted token, eight deep for a single row."""
+
+    siblings: int = 2
+
+    default_draft_tokens: ClassVar[int] = 24
+
+
 @functools.cache
 def plain_model(family: str = "llama", attn_implementation: str = "sdpa") -> PreTrainedModel:
     """A shared tiny target that is never enabled. Not to be changed."""
@@ -81,10 +90,11 @@ def draft_model() -> PreTrainedModel:
 
 
 def strategy(name: str, texts: Sequence[Sequence[int]] = ()) -> DraftStrategy:
-    """The strategy of a way; `texts` is what an oracle replays."""
-    if name.startswith("oracle-"):
+    """The strategy of a way; `texts` is what an oracle replays. The number behind its name is its error rate."""
+    kind, _, error_rate = name.partition("-")
+    if kind in ("oracle", "tree"):
         twice = [[*text, *text] for text in texts]  # it drafts past the end
-        return Replay.of(twice, float(name.removeprefix("oracle-")))
+        return (Replay if kind == "oracle" else TreeReplay).of(twice, float(error_rate))
     if name == "prompt_lookup":
         return PromptLookup(max_ngram=3, min_ngram=1)
     return Suffix() if name == "suffix" else DraftModel(draft_model())
@@ -132,8 +142,15 @@ def call(model: PreTrainedModel, inputs: dict[str, Any], way: Way, seed: int = S
     return model.generate(**{**inputs, "do_sample": way.sample, "return_dict_in_generate": True, **options})
 
 
+@functools.cache
+def _base_text(batch: int, sample: bool, seed: int) -> list[list[int]]:
+    return new_ids(call(plain_model(), prompt(batch), Way("", batch, sample), seed), prompt(batch)["input_ids"].shape[1])
+
+
 def base_text(way: Way, inputs: dict[str, Any] | None = None, seed: int = SEED, **options: Any) -> list[list[int]]:
     """What plain `generate` emits without any stop."""
+    if inputs is None and not options:
+        return [list(ids) for ids in _base_text(way.batch, way.sample, seed)]
     inputs = prompt(way.batch) if inputs is None else inputs
     return new_ids(call(plain_model(), inputs, way, seed, **options), inputs["input_ids"].shape[1])
 
