@@ -7,6 +7,8 @@ generator left in the same state.
 import functools
 import hashlib
 import inspect
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,10 +16,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from conftest import prompt, tiny
+from conftest import PAD, prompt, tiny
 from oracle import ChainOracle, Oracle
 from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaForCausalLM, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 import hf_specdec
@@ -144,7 +146,8 @@ def call(model: PreTrainedModel, inputs: dict[str, Any], way: Way, seed: int = S
 
 @functools.cache
 def _base_text(batch: int, sample: bool, seed: int) -> list[list[int]]:
-    return new_ids(call(plain_model(), prompt(batch), Way("", batch, sample), seed), prompt(batch)["input_ids"].shape[1])
+    inputs = prompt(batch)
+    return new_ids(call(plain_model(), inputs, Way("", batch, sample), seed), inputs["input_ids"].shape[1])
 
 
 def base_text(way: Way, inputs: dict[str, Any] | None = None, seed: int = SEED, **options: Any) -> list[list[int]]:
@@ -223,6 +226,54 @@ def forward_widths(model: PreTrainedModel) -> Iterator[list[int]]:
         yield widths
     finally:
         handle.remove()
+
+
+class Copy(LogitsProcessor):
+    """Makes the token that followed the last earlier occurrence of the current one nearly certain."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores = scores.clone()
+        for row, ids in enumerate(input_ids.tolist()):
+            earlier = [index for index in range(len(ids) - 1) if ids[index] == ids[-1]]
+            if earlier:
+                scores[row, ids[earlier[-1] + 1]] += 50.0
+        return scores
+
+
+PHRASE = (10, 11, 12, 13, 70, 14, 15, 16)
+
+
+def copying(batch: int) -> dict[str, torch.Tensor]:
+    """Prompts that end with `PHRASE` and its first two tokens; under `Copy`, the text goes on repeating it."""
+    inputs = prompt(batch)
+    inputs["input_ids"][:, -len(PHRASE) - 2 :] = torch.tensor(PHRASE + PHRASE[:2])
+    inputs["attention_mask"][:] = (inputs["input_ids"] != PAD).long()
+    return inputs
+
+
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    """Run `work(0)` to `work(count - 1)` at once, switching threads as often as possible. Raises what they raised."""
+    gate, errors = threading.Barrier(count), []
+
+    def run(index: int) -> None:
+        try:
+            gate.wait(timeout=30)
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors, errors
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
 
 
 class Recorder(BaseStreamer):

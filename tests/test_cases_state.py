@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import pickle
-import sys
 import threading
 
 import pytest
@@ -16,6 +15,7 @@ from cases import (
     compare,
     draft_model,
     forward_widths,
+    in_threads,
     plain_model,
     snapshot,
     spec_model,
@@ -266,35 +266,16 @@ def test_case_33_threads_share_a_strategy_and_a_model(name):
         chosen = Suffix(memory=SuffixMemory())
     else:
         chosen = strategy(name, expected[-1])
-    got = [None] * len(jobs)
-    errors = []
-    gate = threading.Barrier(len(jobs))
 
     def work(index):
-        try:
-            gate.wait(timeout=30)
-            batch, seed = jobs[index]
-            for _ in range(2):
-                output = spec_model().generate(
-                    **prompt(batch, seed=seed), max_new_tokens=24, do_sample=False, assistant_strategy=chosen
-                )
-                got[index] = output[:, 24:].tolist()
-                assert got[index] == expected[index]
-        except BaseException as error:
-            errors.append(error)
+        batch, seed = jobs[index]
+        for _ in range(2):
+            output = spec_model().generate(
+                **prompt(batch, seed=seed), max_new_tokens=24, do_sample=False, assistant_strategy=chosen
+            )
+            assert output[:, 24:].tolist() == expected[index]
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(len(jobs))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-    finally:
-        sys.setswitchinterval(interval)
-    assert not errors, errors
-    assert got == expected
+    in_threads(work, len(jobs))
 
 
 def test_case_33_plain_calls_beside_speculative_ones():

@@ -8,10 +8,12 @@ from cases import (
     NEW_TOKENS,
     ORACLES,
     SOME,
+    Copy,
     Way,
     base_text,
     call,
     compare,
+    copying,
     row_length,
     spec_model,
     strategy,
@@ -20,7 +22,7 @@ from cases import (
     ways,
 )
 from conftest import PAD, VOCABULARY, prompt
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec import SpecDecConfig
 
@@ -53,27 +55,11 @@ def test_case_01_eos_in_the_middle_of_a_block(way, several):
     assert pair.spec.cache.get_seq_length() == pair.plain.cache.get_seq_length() == pair.spec.sequences.shape[1] - 1
 
 
-class Copy(LogitsProcessor):
-    """Makes the token that followed the last earlier occurrence of the current one nearly certain."""
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        scores = scores.clone()
-        for row, ids in enumerate(input_ids.tolist()):
-            earlier = [index for index in range(len(ids) - 1) if ids[index] == ids[-1]]
-            if earlier:
-                scores[row, ids[earlier[-1] + 1]] += 50.0
-        return scores
-
-
 @pytest.mark.parametrize("eos", [None, 70], ids=["no_eos", "eos"])
 @ways(("prompt_lookup", "suffix", "oracle-0.3", "tree-0.3"))
 def test_case_02_eos_inside_copied_text(way, eos):
-    phrase = [10, 11, 12, 13, 70, 14, 15, 16]
-    inputs = prompt(way.batch)
-    inputs["input_ids"][:, -len(phrase) - 2 :] = torch.tensor(phrase + [10, 11])
-    inputs["attention_mask"][:] = (inputs["input_ids"] != PAD).long()
     pair = compare(
-        way, inputs=inputs, replay=[[12, 13, 70, 14, 15, 16, 10, 11]] * way.batch, eos_token_id=eos,
+        way, inputs=copying(way.batch), replay=[[12, 13, 70, 14, 15, 16, 10, 11]] * way.batch, eos_token_id=eos,
         logits_processor=LogitsProcessorList([Copy()]),
     )  # fmt: skip
     if eos is not None:
