@@ -7,6 +7,8 @@ generator left in the same state.
 import functools
 import hashlib
 import inspect
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,10 +16,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from conftest import prompt, tiny
+from conftest import PAD, prompt, tiny
 from oracle import ChainOracle, Oracle
 from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaForCausalLM, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 import hf_specdec
@@ -26,9 +28,9 @@ from hf_specdec.drafters.base import DraftStrategy
 
 SEED = 7
 NEW_TOKENS = 24
-STRATEGIES = ("oracle-0", "oracle-0.3", "oracle-1", "prompt_lookup", "suffix", "draft_model")
+STRATEGIES = ("oracle-0", "oracle-0.3", "oracle-1", "tree-0.3", "prompt_lookup", "suffix", "draft_model")
 ORACLES = STRATEGIES[:3]
-SOME = ("oracle-0.3", "prompt_lookup", "draft_model")
+SOME = ("oracle-0.3", "tree-0.3", "prompt_lookup", "draft_model")
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
@@ -57,6 +59,15 @@ class Replay(Oracle):
     default_draft_tokens: ClassVar[int] = 8
 
 
+@dataclass(frozen=True)
+class TreeReplay(Replay):
+    """The oracle with trees: two wrong siblings in front of every drafted token, eight deep for a single row."""
+
+    siblings: int = 2
+
+    default_draft_tokens: ClassVar[int] = 24
+
+
 @functools.cache
 def plain_model(family: str = "llama", attn_implementation: str = "sdpa") -> PreTrainedModel:
     """A shared tiny target that is never enabled. Not to be changed."""
@@ -81,10 +92,11 @@ def draft_model() -> PreTrainedModel:
 
 
 def strategy(name: str, texts: Sequence[Sequence[int]] = ()) -> DraftStrategy:
-    """The strategy of a way; `texts` is what an oracle replays."""
-    if name.startswith("oracle-"):
+    """The strategy of a way; `texts` is what an oracle replays. The number behind its name is its error rate."""
+    kind, _, error_rate = name.partition("-")
+    if kind in ("oracle", "tree"):
         twice = [[*text, *text] for text in texts]  # it drafts past the end
-        return Replay.of(twice, float(name.removeprefix("oracle-")))
+        return (Replay if kind == "oracle" else TreeReplay).of(twice, float(error_rate))
     if name == "prompt_lookup":
         return PromptLookup(max_ngram=3, min_ngram=1)
     return Suffix() if name == "suffix" else DraftModel(draft_model())
@@ -132,8 +144,16 @@ def call(model: PreTrainedModel, inputs: dict[str, Any], way: Way, seed: int = S
     return model.generate(**{**inputs, "do_sample": way.sample, "return_dict_in_generate": True, **options})
 
 
+@functools.cache
+def _base_text(batch: int, sample: bool, seed: int) -> list[list[int]]:
+    inputs = prompt(batch)
+    return new_ids(call(plain_model(), inputs, Way("", batch, sample), seed), inputs["input_ids"].shape[1])
+
+
 def base_text(way: Way, inputs: dict[str, Any] | None = None, seed: int = SEED, **options: Any) -> list[list[int]]:
     """What plain `generate` emits without any stop."""
+    if inputs is None and not options:
+        return [list(ids) for ids in _base_text(way.batch, way.sample, seed)]
     inputs = prompt(way.batch) if inputs is None else inputs
     return new_ids(call(plain_model(), inputs, way, seed, **options), inputs["input_ids"].shape[1])
 
@@ -206,6 +226,54 @@ def forward_widths(model: PreTrainedModel) -> Iterator[list[int]]:
         yield widths
     finally:
         handle.remove()
+
+
+class Copy(LogitsProcessor):
+    """Makes the token that followed the last earlier occurrence of the current one nearly certain."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores = scores.clone()
+        for row, ids in enumerate(input_ids.tolist()):
+            earlier = [index for index in range(len(ids) - 1) if ids[index] == ids[-1]]
+            if earlier:
+                scores[row, ids[earlier[-1] + 1]] += 50.0
+        return scores
+
+
+PHRASE = (10, 11, 12, 13, 70, 14, 15, 16)
+
+
+def copying(batch: int) -> dict[str, torch.Tensor]:
+    """Prompts that end with `PHRASE` and its first two tokens; under `Copy`, the text goes on repeating it."""
+    inputs = prompt(batch)
+    inputs["input_ids"][:, -len(PHRASE) - 2 :] = torch.tensor(PHRASE + PHRASE[:2])
+    inputs["attention_mask"][:] = (inputs["input_ids"] != PAD).long()
+    return inputs
+
+
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    """Run `work(0)` to `work(count - 1)` at once, switching threads as often as possible. Raises what they raised."""
+    gate, errors = threading.Barrier(count), []
+
+    def run(index: int) -> None:
+        try:
+            gate.wait(timeout=30)
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors, errors
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
 
 
 class Recorder(BaseStreamer):

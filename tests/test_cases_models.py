@@ -38,7 +38,7 @@ def pair_of(model_of):
         for attention in FAMILIES[family].attention
     ],
 )
-@ways(("oracle-0", "oracle-0.3"), samples=(False,))
+@ways(("oracle-0", "oracle-0.3", "tree-0.3"), samples=(False,))
 def test_case_21_across_the_edge_of_a_window(way, family, attention):
     models = (plain_model(family, attention), spec_model(family, attention))
     inputs = prompt(way.batch, length=12 if way.batch == 1 else 24)
@@ -82,7 +82,7 @@ def test_case_24_prompt_of_one_token(way):
     compare(way, inputs={"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
-@ways(("suffix", "oracle-0.3"))
+@ways(("suffix", "oracle-0.3", "tree-0.3"))
 def test_case_24_one_real_token_beside_long_rows(way):
     inputs = prompt(way.batch)
     inputs["attention_mask"][-1, :-1] = 0
@@ -101,7 +101,7 @@ def test_case_24_prompt_longer_than_max_length(way, limit):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@ways(("oracle-0", "oracle-0.3", "suffix", "draft_model"), batches=(3,))
+@ways(("oracle-0", "oracle-0.3", "tree-0.3", "suffix", "draft_model"), batches=(3,))
 def test_case_24_a_row_that_is_all_padding(way, attention):
     inputs = prompt(3)
     inputs["input_ids"][1] = PAD
@@ -137,7 +137,7 @@ def test_case_24_embeddings_as_the_prompt(way):
     assert output.sequences.tolist() == expected.sequences.tolist()
 
 
-@ways(("suffix", "oracle-0.3"))
+@ways(("suffix", "oracle-0.3", "tree-0.3"))
 def test_case_24_without_an_attention_mask(way):
     """Where pads are not declared, plain `generate` infers the mask from the pad id."""
     inputs = prompt(way.batch)
@@ -147,7 +147,7 @@ def test_case_24_without_an_attention_mask(way):
     assert output.sequences.tolist() == expected.tolist()
 
 
-@ways(("suffix", "oracle-0.3"), batches=(3,))
+@ways(("suffix", "oracle-0.3", "tree-0.3"), batches=(3,))
 def test_case_24_right_padding(way):
     """Plain `generate` warns and goes on: the same text, or a refusal that names the padding."""
     inputs = {name: tensor.flip(1) for name, tensor in prompt(3).items()}
@@ -207,7 +207,7 @@ SPREADS = {
 
 
 @pytest.mark.parametrize("spread", list(SPREADS))
-@ways(SOME)
+@ways(("oracle-0.3", "prompt_lookup", "draft_model"))
 def test_case_39_targets_spread_by_a_device_map(way, spread):
     for enable_first in (False, True):
         model = tiny()

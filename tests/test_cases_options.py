@@ -96,7 +96,7 @@ def test_case_14_cache_implementations(implementation):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-@ways(("suffix", "oracle-0.3"), samples=(False,))
+@ways(("suffix", "oracle-0.3", "tree-0.3"), samples=(False,))
 def test_case_14_a_users_own_cache(way, kind):
     def own():
         return DynamicCache() if kind == "dynamic" else StaticCache(config=plain_model().config, max_cache_len=64)

@@ -36,7 +36,7 @@ def assert_entries_close(ours, plain, lengths, real_columns):
 
 
 @pytest.mark.parametrize("stop", ["length", "eos"])
-@ways(ORACLES + ("prompt_lookup", "draft_model"))
+@ways(ORACLES + ("tree-0.3", "prompt_lookup", "draft_model"))
 def test_case_10_one_entry_per_emitted_token(way, stop):
     text = base_text(way)
     eos = [text[0][13], text[-1][6]] if stop == "eos" else []
@@ -50,7 +50,7 @@ def test_case_10_one_entry_per_emitted_token(way, stop):
 
 
 @pytest.mark.parametrize("name", list(EVERYTHING))
-@ways(("oracle-0.3",), samples=(False,))
+@ways(("oracle-0.3", "tree-0.3"), samples=(False,))
 def test_case_10_each_output_alone(way, name):
     pair = compare(way, **{name: True}, models=(plain_model("llama", "eager"), spec_model("llama", "eager")))
     assert isinstance(pair.spec, GenerateDecoderOnlyOutput)
@@ -58,7 +58,7 @@ def test_case_10_each_output_alone(way, name):
     assert [key for key in pair.spec if key not in pair.plain and key != "speculation"] == []
 
 
-@ways(("oracle-0.3", "draft_model"), samples=(True,))
+@ways(("oracle-0.3", "tree-0.3", "draft_model"), samples=(True,))
 def test_case_10_scores_after_processors(way):
     options = {"repetition_penalty": 1.5, "top_k": 7, "no_repeat_ngram_size": 2}
     pair = compare(way, output_scores=True, output_logits=True, **options)
@@ -66,7 +66,7 @@ def test_case_10_scores_after_processors(way):
         torch.testing.assert_close(ours, plain, **TOLERANCE)
 
 
-@ways(("oracle-0.3",))
+@ways(("oracle-0.3", "tree-0.3"))
 def test_case_10_transition_scores(way):
     pair = compare(way, output_scores=True)
     values = [
@@ -77,7 +77,7 @@ def test_case_10_transition_scores(way):
 
 
 @pytest.mark.parametrize("stop", ["length", "eos"])
-@ways(ORACLES + ("suffix", "draft_model"))
+@ways(ORACLES + ("tree-0.3", "suffix", "draft_model"))
 def test_case_15_the_returned_cache_holds_what_plain_generate_holds(way, stop):
     text = base_text(way)
     eos = [text[0][13]] if stop == "eos" else []
@@ -104,7 +104,7 @@ def second_turn(inputs, first, cache, more: int = 5) -> dict:
 
 @pytest.mark.parametrize("next_by", ["plain", "speculative"])
 @pytest.mark.parametrize("first_by", ["plain", "speculative"])
-@ways(("oracle-0", "oracle-0.3", "draft_model"))
+@ways(("oracle-0", "oracle-0.3", "tree-0.3", "draft_model"))
 def test_case_15_next_turn_with_the_cache(way, first_by, next_by):
     inputs = prompt(way.batch)
     text = base_text(way)
@@ -125,7 +125,7 @@ def test_case_15_next_turn_with_the_cache(way, first_by, next_by):
     assert last.cache.get_seq_length() == expected.shape[1] - 1
 
 
-@ways(("oracle-0", "suffix"), batches=(1,), samples=(False,))
+@ways(("oracle-0", "tree-0", "suffix"), batches=(1,), samples=(False,))
 def test_case_15_only_the_last_id_is_new(way):
     """Continue a finished call from its own ids: one id is not in the cache yet."""
     inputs = prompt(1)

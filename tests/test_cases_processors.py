@@ -172,7 +172,7 @@ def test_case_08_sampling_options(way, name):
     compare(way, **SAMPLING_OPTIONS[name])
 
 
-@ways(("oracle-0.3", "suffix"), batches=(1,))
+@ways(("oracle-0.3", "tree-0.3", "suffix"), batches=(1,))
 def test_case_08_forced_bos(way):
     """`forced_bos_token_id` acts on a prompt of one token."""
     inputs = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.tensor([[1]])}
@@ -299,7 +299,7 @@ HIDING = [Counting, Grammar, Remembering, Nested, Random, OtherRows, Slots, clos
 
 
 @pytest.mark.parametrize("make", HIDING, ids=lambda make: make.__name__)
-@ways(("oracle-0.3", "prompt_lookup"))
+@ways(("oracle-0.3", "tree-0.3", "prompt_lookup"))
 def test_case_09_stateful_processors_are_refused_or_exact(way, make):
     text = base_text(way)
     with suppress_refusal(make.__name__, "function"):
@@ -325,7 +325,7 @@ def test_case_09_a_refusal_leaves_the_users_processor_as_it_was(make):
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 0.01])
-@ways(("oracle-0", "oracle-0.3", "draft_model"), samples=(True,))
+@ways(("oracle-0", "oracle-0.3", "tree-0.3", "draft_model"), samples=(True,))
 def test_case_27_low_temperatures(way, temperature):
     pair = compare(way, temperature=temperature, output_scores=True)
     for step in pair.spec.scores:
@@ -336,7 +336,7 @@ def test_case_27_low_temperatures(way, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 0.01])
-@ways(("draft_model", "oracle-0.3"), samples=(True,))
+@ways(("draft_model", "oracle-0.3", "tree-0.3"), samples=(True,))
 def test_case_27_low_temperatures_under_rejection(way, temperature):
     greedy = base_text(way._replace(sample=False))
     chosen = DraftModel(plain_model()) if way.strategy == "draft_model" else strategy(way.strategy, greedy)

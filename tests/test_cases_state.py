@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import pickle
-import sys
 import threading
 
 import pytest
@@ -16,6 +15,7 @@ from cases import (
     compare,
     draft_model,
     forward_widths,
+    in_threads,
     plain_model,
     snapshot,
     spec_model,
@@ -41,7 +41,7 @@ def test_case_30_seeds(way):
     assert not torch.equal(first, other)
 
 
-@ways(("draft_model", "oracle-0.3"), samples=(True,))
+@ways(("draft_model", "oracle-0.3", "tree-0.3"), samples=(True,))
 def test_case_30_seeds_under_rejection(way):
     text = base_text(way)
     config = SpecDecConfig(strategy=strategy(way.strategy, text), verifier="rejection")
@@ -52,7 +52,7 @@ def test_case_30_seeds_under_rejection(way):
     assert not torch.equal(first, other)
 
 
-@ways(("oracle-0.3", "draft_model"), samples=(True,))
+@ways(("oracle-0.3", "tree-0.3", "draft_model"), samples=(True,))
 def test_case_30_the_next_call_continues_the_generator(way):
     """Two calls after one seed: the second one too equals plain `generate`."""
     text = base_text(way)
@@ -111,7 +111,7 @@ def test_case_31_a_call_changes_nothing(batch, sample):
         assert all(torch.equal(inputs[key], inputs_before[key]) for key in inputs)
 
 
-@ways(("prompt_lookup", "suffix", "draft_model", "oracle-0.3"))
+@ways(("prompt_lookup", "suffix", "draft_model", "oracle-0.3", "tree-0.3"))
 def test_case_31_nothing_leaks_from_call_to_call(way):
     """The second call drafts exactly what the first one drafted, whatever ran in between."""
     text = base_text(way)
@@ -245,7 +245,7 @@ class Breaking(DraftStrategy):
         return drafter
 
 
-@ways(("oracle-0", "prompt_lookup", "draft_model"))
+@ways(("oracle-0", "tree-0", "prompt_lookup", "draft_model"))
 def test_case_32_an_exception_in_the_strategy(way):
     text = base_text(way)
     breaking = Breaking(strategy(way.strategy, text))
@@ -256,7 +256,7 @@ def test_case_32_an_exception_in_the_strategy(way):
     compare(way)
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "suffix", "suffix_memory", "draft_model", "oracle-0.3"])
+@pytest.mark.parametrize("name", ["prompt_lookup", "suffix", "suffix_memory", "draft_model", "oracle-0.3", "tree-0.3"])
 def test_case_33_threads_share_a_strategy_and_a_model(name):
     """Greedy, since threads share the global generator. Each thread has its own prompt."""
     jobs = [(batch, seed) for seed in (0, 1) for batch in (1, 3)]
@@ -266,35 +266,16 @@ def test_case_33_threads_share_a_strategy_and_a_model(name):
         chosen = Suffix(memory=SuffixMemory())
     else:
         chosen = strategy(name, expected[-1])
-    got = [None] * len(jobs)
-    errors = []
-    gate = threading.Barrier(len(jobs))
 
     def work(index):
-        try:
-            gate.wait(timeout=30)
-            batch, seed = jobs[index]
-            for _ in range(2):
-                output = spec_model().generate(
-                    **prompt(batch, seed=seed), max_new_tokens=24, do_sample=False, assistant_strategy=chosen
-                )
-                got[index] = output[:, 24:].tolist()
-                assert got[index] == expected[index]
-        except BaseException as error:
-            errors.append(error)
+        batch, seed = jobs[index]
+        for _ in range(2):
+            output = spec_model().generate(
+                **prompt(batch, seed=seed), max_new_tokens=24, do_sample=False, assistant_strategy=chosen
+            )
+            assert output[:, 24:].tolist() == expected[index]
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(len(jobs))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-    finally:
-        sys.setswitchinterval(interval)
-    assert not errors, errors
-    assert got == expected
+    in_threads(work, len(jobs))
 
 
 def test_case_33_plain_calls_beside_speculative_ones():

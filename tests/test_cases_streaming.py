@@ -46,7 +46,7 @@ def test_case_13_stream_of_a_batch(way):
 
 
 @pytest.mark.parametrize("skip_prompt", [False, True])
-@ways(("oracle-0.3", "suffix"), batches=(1,))
+@ways(("oracle-0.3", "tree-0.3", "suffix"), batches=(1,))
 def test_case_13_text_streamer(way, skip_prompt, capsys):
     text = base_text(way)
     printed = []
@@ -67,7 +67,7 @@ def test_case_13_iterator_streamer():
     assert "".join(streamer) == tokenizer().decode(output[0, 24:])
 
 
-@ways(ORACLES, batches=(1,), samples=(False,))
+@ways((*ORACLES, "tree-0.3"), batches=(1,), samples=(False,))
 def test_case_13_stream_is_timely(way):
     """Tokens reach the streamer round by round, not all at the end."""
     rounds_seen = []

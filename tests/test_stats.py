@@ -60,7 +60,7 @@ def test_to_dict_is_json():
     assert values["acceptance_histogram"] == [1, 2, 0, 0, 1]
 
 
-@ways(("oracle-0", "oracle-0.3", "oracle-1", "suffix", "draft_model"), samples=(False,))
+@ways(("oracle-0", "oracle-0.3", "oracle-1", "tree-0", "suffix", "draft_model"), samples=(False,))
 def test_sources_of_tokens(way):
     """A token is marked as drafted iff it was an accepted draft token."""
     stats = compare(way, replay=base_text(way)).spec.speculation
@@ -69,7 +69,7 @@ def test_sources_of_tokens(way):
         assert row.token_sources.count(False) <= 1 + row.num_spec_steps
         if way.strategy == "oracle-1":
             assert not any(row.token_sources)
-        if way.strategy == "oracle-0":
+        if way.strategy in ("oracle-0", "tree-0"):
             longest = len(stats.drafted_at_depth)
             assert longest > 1 and row.token_sources[1 : longest + 2] == [True] * longest + [False]
 

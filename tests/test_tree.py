@@ -37,17 +37,17 @@ def walk(parents: list[int], node: int) -> list[int]:
 
 
 @st.composite
-def parent_rows(draw: st.DrawFn) -> list[list[int]]:
-    """Parents of one to three rows with up to nine nodes, padding anywhere but with no child."""
-    size = draw(st.integers(1, 9))
-    rows = []
-    for _ in range(draw(st.integers(1, 3))):
+def parent_rows(draw: st.DrawFn, rows: int | None = None, largest: int = 9) -> list[list[int]]:
+    """Parents of one to three rows with up to `largest` nodes, padding anywhere but with no child."""
+    size = draw(st.integers(1, largest))
+    found = []
+    for _ in range(draw(st.integers(1, 3)) if rows is None else rows):
         row = [-1]
         for _ in range(1, size):
             real = [index for index, parent in enumerate(row) if index == 0 or parent >= 0]
             row.append(draw(st.one_of(st.just(-1), st.sampled_from(real))))
-        rows.append(row)
-    return rows
+        found.append(row)
+    return found
 
 
 def test_depths_of_a_branching_tree_a_chain_and_a_padded_row():
