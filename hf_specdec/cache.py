@@ -131,15 +131,16 @@ class SlotCache(Cache):
             self._indices[device] = (torch.arange(slots.shape[0], device=device).unsqueeze(1), slots)
         return self._indices[device]
 
-    def move(self, row: int, sources: Sequence[int], target: int) -> None:
-        """Copy slots `sources` of a row to the slots from `target` on (an accepted path that is not in place)."""
-        indices: dict[torch.device, torch.Tensor] = {}
+    def move(self, rows: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slot `sources[i]` of row `rows[i]` to slot `targets[i]`, all at once."""
+        indices: dict[torch.device, tuple[torch.Tensor, ...]] = {}
         for layer in self.slot_layers():
             for buffer in (layer.keys, layer.values):
-                if (index := indices.get(buffer.device)) is None:
-                    index = indices[buffer.device] = torch.tensor(sources, device=buffer.device)
-                own = buffer[row]
-                own.narrow(1, target, len(sources)).copy_(own.index_select(1, index))
+                if buffer.device not in indices:
+                    moves = torch.tensor([rows, sources, targets], device=buffer.device)
+                    indices[buffer.device] = moves.unbind()
+                row, source, target = indices[buffer.device]
+                buffer[row, :, target] = buffer[row, :, source]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay; the memory of the others is released."""

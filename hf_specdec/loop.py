@@ -38,8 +38,7 @@ def decode(request: Request) -> None:
         drafted_at = time.perf_counter()
         output = target.verify(tree, state.lengths())
         request.teach(state, tree, output.logits)
-        context = max(state.lengths())
-        rows = state.rows
+        context, rows = max(state.lengths()), state.rows
         emitted, drafted, accepted = emit(request, state, tree, output, plan)
         verified_at = time.perf_counter()
         if state.rows:
@@ -104,7 +103,7 @@ def emit(
 ) -> tuple[list[list[int]], list[int], list[int]]:
     """Judge a tree and commit what came of it. `plan` is None for the prompt's own forward.
 
-    Returns, per row that was decoding, the emitted tokens (of the rows that stay), the tokens judged and accepted.
+    Returns the emitted tokens of the rows that stay; of all rows, the tokens judged and those accepted.
     """
     scores, acceptance = request.judge(tree, output.logits, state, 0 if plan is None else plan.depth)
     read = torch.cat(
@@ -129,6 +128,7 @@ def emit(
     emitted = request.ends.cut(state, proposed, stops)
     accepted = [min(count, len(tokens)) for count, tokens in zip(counts, emitted)]
     judged = [row[2 * width + 2] if len(new) > count else len(new) for row, count, new in zip(read, counts, emitted)]
+    settled: list[tuple[int, int, list[int]]] = []
     for row, row_id in enumerate(state.row_ids):
         if not emitted[row]:  # it has ended, and waits for its last token to be cached
             continue
@@ -139,7 +139,8 @@ def emit(
             deepest = min(deepest, accepted[row] + 1)
             request.stats.count_round(row_id, judged[row], deepest, accepted[row], len(emitted[row]))
             request.outputs.add_states(state, row, [0, *paths[row]][: len(emitted[row])], output.raw)
-            request.target.settle(row, state.length(row) - 1, paths[row][: accepted[row]])
+            settled.append((row, state.length(row) - 1, paths[row][: accepted[row]]))
+    request.target.settle(settled)
     state.commit(emitted)
     leaving = request.ends.settle(state, request.outputs.scores_until, request.returns_cache)
     request.stream(state, accepted, emitted)

@@ -22,7 +22,7 @@ from .state import DecodeState, DecodeView, Plan
 from .stats import RowStats, SpeculationStats, SpeculativeOutput
 from .target import Target
 from .tree import DraftTree
-from .verify import Acceptance, Verifier, most_likely
+from .verify import Acceptance, Verifier, follow, most_likely
 
 PLACEHOLDER_IDS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
 
@@ -90,6 +90,7 @@ class Request:
         self.stats = SpeculationStats(strategy, verifier_name, verifier.lossless, [RowStats() for _ in range(rows)])
         self.noise: SharedNoise | None = None
         self._streamed = 0
+        self._choices: torch.Tensor | None = None
         self._cached_rows: dict[int, Any] = {}
         self._state: DecodeState | None = None
         self._cache_is_callers = bool(getattr(model_kwargs[CACHE_NAME], "_is_user_defined", False))
@@ -125,6 +126,8 @@ class Request:
     ) -> tuple[torch.Tensor, Acceptance]:
         """Processed scores of every node, shape `(B, N, V)`, and what the verifier makes of them."""
         scores = logits.to(state.device)
+        if self._choices is not None and not self.sampling and not len(self.processors):
+            return scores, follow(tree, self._choices.to(state.device))  # as all rules do when greedy
         if len(self.processors):
             scores = self.processors.process(scores, tree.tokens.tolist(), tree.parents.tolist(), state)
         noise = None
@@ -144,8 +147,9 @@ class Request:
 
     def teach(self, state: DecodeState, tree: DraftTree, logits: torch.Tensor) -> None:
         """Tell the drafter what the target expects after each node, before anything is committed."""
+        self._choices = None
         if self.drafter.top_tokens:
-            tokens, probs = most_likely(logits, self.drafter.top_tokens)
+            self._choices, tokens, probs = most_likely(logits, self.drafter.top_tokens)
             with self.undisturbed():
                 self.drafter.learn(state, tree, tokens, probs)
 

@@ -296,7 +296,7 @@ class Target(SlotModel):
         return TargetOutput(outputs.logits[:, -1:], outputs), lengths
 
     def prompt_top(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """`most_likely` after each position of a prompt that was run: shapes `(n, count)`.
+        """The likeliest tokens after each position of a prompt that was run, and their softmax: shapes `(n, count)`.
 
         None where the model does not show its hidden states, or has no output layer of its own.
 
@@ -311,7 +311,7 @@ class Target(SlotModel):
         if mask is not None:
             states = states[mask[row, -len(states) :].bool()]
         tops = [most_likely(head(part), count) for part in states.split(PROMPT_PART)]
-        return torch.cat([each[0] for each in tops]), torch.cat([each[1] for each in tops])
+        return torch.cat([each[1] for each in tops]), torch.cat([each[2] for each in tops])
 
     def forget_prompt(self) -> None:
         """Release the states that `prompt_top` needs."""
@@ -335,18 +335,22 @@ class Target(SlotModel):
             **rest,
         )
 
-    def settle(self, row: int, root_slot: int, path: Sequence[int]) -> None:
-        """Bring the K/V of an accepted path in place: its d-th node belongs at slot `root_slot + d`.
+    def settle(self, paths: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Bring the K/V of accepted paths in place: the d-th node belongs at slot `root_slot + d`.
 
         Args:
-            row: a row of the last verify pass.
-            root_slot: slot of the root.
-            path: accepted nodes below the root, root side first.
+            paths: `(row, root_slot, path)` for rows of the last verify pass; the path holds the accepted nodes below
+                the root, root side first.
         """
         assert self.cache is not None
-        first = next((depth for depth, node in enumerate(path, start=1) if node != depth), None)
-        if first is not None:
-            self.cache.move(row, [root_slot + node for node in path[first - 1 :]], root_slot + first)
+        moves = [
+            (row, root_slot + node, root_slot + depth)
+            for row, root_slot, path in paths
+            for depth, node in enumerate(path, start=1)
+            if node != depth
+        ]
+        if moves:
+            self.cache.move(*zip(*moves))
 
     def idle(self) -> None:
         """A forward that means nothing, while other processes still step in lock-step."""

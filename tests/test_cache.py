@@ -59,7 +59,7 @@ def test_columns_of_a_left_padded_prefill_go_to_the_first_slots():
 )
 def test_a_move_copies_a_path_of_one_row(sources, target, expected):
     cache = numbered(3)
-    cache.move(1, sources, target)
+    cache.move([1] * len(sources), sources, range(target, target + len(sources)))
     assert held(cache) == [list(range(12)), [100 + slot for slot in expected], list(range(200, 212))]
 
 
@@ -96,7 +96,7 @@ def test_slots_double_up_to_the_limit_and_to_what_a_forward_needs(limit, capacit
 def test_rows_that_stay_keep_their_slots():
     cache = numbered(3)
     cache.keep([0, 2])
-    cache.move(1, [9], 4)
+    cache.move([1], [9], [4])
     assert cache.rows == 2
     assert held(cache) == [list(range(12)), [200, 201, 202, 203, 209, *range(205, 212)]]
     assert [part[0, :, 0].tolist() for part in cache.row(1, 5)[0]] == [

@@ -90,7 +90,7 @@ def accept(target: Target, tree: DraftTree, texts: list[list[int]], ends: Sequen
     """Commit the path down to a node of each row, and one more token."""
     for row, (text, end) in enumerate(zip(texts, ends)):
         path = path_to(tree, row, end)
-        target.settle(row, len(text) - 1, path)
+        target.settle([(row, len(text) - 1, path)])
         text.extend([*tree.tokens[row, path].tolist(), more[row]])
 
 
@@ -216,7 +216,7 @@ def test_an_accepted_path_moves_behind_its_root(path, moved):
     for layer in target.cache.slot_layers():
         for buffer in (layer.keys, layer.values):
             buffer.copy_(torch.arange(buffer.shape[2])[:, None].expand_as(buffer))
-    target.settle(1, 4, path)
+    target.settle([(1, 4, path)])
     for layer in target.cache.slot_layers():
         for buffer in (layer.keys, layer.values):
             found = buffer[:, 0, :12, 0].long().tolist()

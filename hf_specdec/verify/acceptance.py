@@ -66,8 +66,6 @@ def follow(tree: DraftTree, choices: torch.Tensor) -> Acceptance:
 
 
 CHUNK = 512
-PART = 16
-"""Rows of scores that are worked on at once on CPU: few enough to stay in its cache."""
 
 
 def likeliest(scores: torch.Tensor) -> torch.Tensor:
@@ -82,44 +80,48 @@ def likeliest(scores: torch.Tensor) -> torch.Tensor:
     size = scores.shape[-1]
     if scores.device.type != "cpu" or size <= 2 * CHUNK:
         return scores.argmax(-1)
-    parts = scores.reshape(-1, size).split(PART)
-    return torch.cat([_likeliest(part.float()) for part in parts]).view(scores.shape[:-1])
+    return _first_of_largest(scores, _chunk_maxima(scores))
 
 
-def _likeliest(scores: torch.Tensor) -> torch.Tensor:
-    size = scores.shape[-1]
-    whole = size // CHUNK * CHUNK
-    largest = scores[:, :whole].unflatten(-1, (-1, CHUNK)).amax(-1)
-    if whole < size:
-        largest = torch.cat([largest, scores[:, whole:].amax(-1, keepdim=True)], dim=-1)
-    start = largest.argmax(-1, keepdim=True) * CHUNK
-    places = (start + torch.arange(CHUNK)).clamp(max=size - 1)
-    return places.gather(-1, scores.gather(-1, places).argmax(-1, keepdim=True)).squeeze(-1)
+def most_likely(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`likeliest(scores)`, the places of the `count` largest scores, best first, and the softmax of these.
 
-
-def most_likely(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places of the `count` largest scores, best first, and their softmax: shapes `(..., count)`.
-
-    On CPU in two levels, as in `likeliest`: the chunks with the largest maxima hold them all.
+    On CPU all in one pass over the scores, in two levels as in `likeliest`: the chunks with the largest maxima hold
+    the largest scores.
 
     Args:
         scores: shape `(..., V)`.
+
+    Returns:
+        Shapes `(...)`, `(..., count)`, `(..., count)`.
     """
     size = scores.shape[-1]
     count = min(count, size)
-    if scores.device.type != "cpu" or size % CHUNK or size < 2 * count * CHUNK:
+    if scores.device.type != "cpu" or size <= 2 * count * CHUNK:
         best, places = scores.float().topk(count, -1)
-    else:
-        parts = [_most_likely(part.float(), count) for part in scores.reshape(-1, size).split(PART)]
-        best, places = (torch.cat(each).view(*scores.shape[:-1], count) for each in zip(*parts))
-    return places, best.softmax(-1)
+        return likeliest(scores), places, best.softmax(-1)
+    maxima = _chunk_maxima(scores)
+    chunks = maxima.float().topk(count, -1).indices
+    candidates = (chunks.unsqueeze(-1) * CHUNK + torch.arange(CHUNK)).flatten(-2)
+    inside = candidates < size
+    held = scores.gather(-1, candidates.clamp(max=size - 1)).float()
+    best, order = held.masked_fill_(~inside, -torch.inf).topk(count, -1)
+    return _first_of_largest(scores, maxima), candidates.gather(-1, order), best.softmax(-1)
 
 
-def _most_likely(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    chunks = scores.unflatten(-1, (-1, CHUNK)).amax(-1).topk(count, -1).indices
-    places = (chunks.unsqueeze(-1) * CHUNK + torch.arange(CHUNK)).flatten(-2)
-    best, order = scores.gather(-1, places).topk(count, -1)
-    return best, places.gather(-1, order)
+def _chunk_maxima(scores: torch.Tensor) -> torch.Tensor:
+    size = scores.shape[-1]
+    whole = size // CHUNK * CHUNK
+    largest = scores[..., :whole].unflatten(-1, (-1, CHUNK)).amax(-1)
+    if whole < size:
+        largest = torch.cat([largest, scores[..., whole:].amax(-1, keepdim=True)], dim=-1)
+    return largest
+
+
+def _first_of_largest(scores: torch.Tensor, chunk_maxima: torch.Tensor) -> torch.Tensor:
+    start = chunk_maxima.argmax(-1, keepdim=True) * CHUNK
+    places = (start + torch.arange(CHUNK)).clamp(max=scores.shape[-1] - 1)
+    return places.gather(-1, scores.gather(-1, places).argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def sample_with(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
