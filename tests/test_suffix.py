@@ -432,3 +432,81 @@ class TestMemory:
             new.add(text)
         for end in ([1, 2, 3], [6, 0], [5]):
             assert memory.draft(end, 6, EVERYTHING) == new.draft(end, 6, EVERYTHING)
+
+
+def blend(texts: list[list[int]], end: list[int], max_context: int) -> dict[int, float]:
+    """The definition of a tree's first level, by scanning: `texts[-1]` is `end` itself."""
+    weight, before, blended = 1.0, 0, Counter()
+    for length in range(min(max_context, len(end)), 0, -1):
+        places = [
+            (number, place)
+            for number, text in enumerate(texts)
+            for place in range(length - 1, len(text))
+            if text[place - length + 1 : place + 1] == end[-length:]
+        ]
+        if len(places) < 2 or len(places) == before:
+            continue
+        before = len(places)
+        followers = Counter(texts[number][place + 1] for number, place in places if place + 1 < len(texts[number]))
+        if not followers:
+            continue
+        total = sum(followers.values())
+        believed = weight * total / (total + len(followers) * suffix_index.ESCAPE / length)
+        for token, count in followers.items():
+            blended[token] += believed * count / total
+        weight -= believed
+        if weight < suffix_index.NEGLIGIBLE:
+            break
+    return dict(blended)
+
+
+class TestTree:
+    @given(TEXTS, CONTEXTS)
+    @settings(max_examples=200, deadline=None)
+    def test_the_first_level_is_the_blend_over_all_matched_contexts(self, texts, max_context):
+        index = SuffixIndex(max_context)
+        for text in texts[:-1]:
+            index.extend(text)
+            index.end_text()
+        index.extend(texts[-1])
+        tree = index.tree(index.matched, texts[-1][-1], depth=1, width=9, nodes=99)
+        assert dict(zip(tree.tokens[1:], tree.values[1:])) == pytest.approx(blend(texts, texts[-1], max_context))
+
+    @given(TOKENS, CONTEXTS, st.integers(1, 6), st.integers(1, 3), st.integers(2, 12))
+    @settings(max_examples=200, deadline=None)
+    def test_trees_stay_within_the_plan_and_their_paths_occurred(self, text, max_context, depth, width, nodes):
+        index = SuffixIndex(max_context)
+        index.extend(text)
+        tree = index.tree(index.matched, text[-1], depth, width, nodes)
+        assert len(tree) <= nodes
+        found = [[]]
+        for token, parent in zip(tree.tokens[1:], tree.parents[1:]):
+            found.append([*found[parent], token])
+        assert max(map(len, found)) <= depth
+        assert max(Counter(tree.parents[1:]).values(), default=0) <= width
+        for path in found[1:]:
+            wanted, whole = [text[-1], *path], [*text, *path]
+            assert any(whole[start : start + len(wanted)] == wanted for start in range(len(text) - 1))
+
+    def test_a_repetition_goes_on_repeating(self):
+        index = SuffixIndex(4)
+        index.extend([7, 8, 9] * 4)
+        tree = index.tree(index.matched, 9, 8, 1, 9)
+        assert tree.tokens == [9, *[7, 8, 9] * 2, 7, 8]
+
+    def test_a_memory_adds_its_own_continuations(self):
+        memory = SuffixMemory()
+        memory.add([1, 2, 3, 4])
+        drafter = Suffix(memory=memory).build(None, None)
+        view = DecodeView.of_sequences([[2, 9, 1, 2]])
+        drafter.start(view)
+        tree = drafter.propose(view, Plan(3, 4, 9))
+        assert {3, 9} <= set(tree.tokens[0].tolist())
+
+    def test_a_plan_for_chains_gives_the_chain(self):
+        text = [1, 2, 3, 1, 2, 4, 1, 2]
+        view = DecodeView.of_sequences([text])
+        drafter = Suffix().build(None, None)
+        drafter.start(view)
+        tree = drafter.propose(view, Plan.chain(5))
+        assert tree.parents.tolist() == [list(range(-1, tree.size - 1))]
