@@ -12,7 +12,6 @@ from cases import (
     draft_model,
     forward_widths,
     plain_model,
-    refused,
     spec_model,
     tokenizer,
     ways,
@@ -143,18 +142,15 @@ def test_case_18_padded_embeddings_under_rejection(way, sizes):
     assert output.sequences.max() < sizes[0]
 
 
-def test_case_19_a_permuted_tokenizer_is_refused():
-    with refused(spec_model(), "tokenizer", "vocabular"):
-        spec_model().generate(
-            **prompt(1), max_new_tokens=6, assistant_strategy=draft_model(), tokenizer=tokenizer(),
-            assistant_tokenizer=tokenizer(permuted=True),
-        )  # fmt: skip
-
-
-def test_case_19_also_when_the_strategy_holds_the_tokenizer():
-    chosen = DraftModel(draft_model(), tokenizer=tokenizer(permuted=True))
-    with refused(spec_model(), "tokenizer", "vocabular"):
-        spec_model().generate(**prompt(1), max_new_tokens=6, assistant_strategy=chosen, tokenizer=tokenizer())
+@pytest.mark.parametrize("held_by", ["call", "strategy"])
+@ways(("draft_model",))
+def test_case_19_a_permuted_tokenizer_is_bridged(way, held_by):
+    other = tokenizer(permuted=True)
+    own = {"tokenizer": tokenizer(), **({"assistant_tokenizer": other} if held_by == "call" else {})}
+    chosen = DraftModel(draft_model(), tokenizer=other if held_by == "strategy" else None)
+    output = call(spec_model(), prompt(way.batch), way, assistant_strategy=chosen, **own)
+    assert output.sequences[:, 24:].tolist() == base_text(way)
+    assert any("another tokenizer" in note for note in output.speculation.notes)
 
 
 @ways(("draft_model",))
@@ -191,8 +187,9 @@ def test_case_20_no_note_inside_the_window(way):
 
 @pytest.mark.parametrize("broken", ["vocabulary", "type"])
 def test_a_draft_that_does_not_fit_is_refused(broken):
-    draft = {"vocabulary": padded_vocabulary(128), "type": torch.nn.Linear(2, 2)}[broken]
-    own = {"tokenizer": tokenizer(), "assistant_tokenizer": tokenizer(permuted=True)}
+    draft = {"vocabulary": tiny("llama"), "type": torch.nn.Linear(2, 2)}[broken]
+    draft.config = LlamaConfig(**{**tiny().config.to_dict(), "vocab_size": 2000})
+    own = {"tokenizer": None, "assistant_tokenizer": tokenizer()}
     with pytest.raises((SpecDecError, TypeError)), forward_widths(spec_model()) as widths:
         spec_model().generate(**prompt(1), max_new_tokens=6, assistant_strategy=draft, **own)
     assert widths == []

@@ -25,7 +25,7 @@ from ..target import SlotModel
 from ..tree import DraftTree
 from ..verify import likeliest, sample_with
 from .base import Drafter, DraftStrategy, register_strategy
-from .vocabulary import check_vocabularies, trimmed_head
+from .vocabulary import other_tokenizers, trimmed_head
 
 _LOADED: dict[tuple[str, torch.dtype, str], PreTrainedModel] = {}
 
@@ -33,13 +33,14 @@ _LOADED: dict[tuple[str, torch.dtype, str], PreTrainedModel] = {}
 @register_strategy("draft_model")
 @dataclass(frozen=True, eq=False)
 class DraftModel(DraftStrategy):
-    """A smaller model with the same tokenizer drafts token by token.
+    """A smaller model drafts token by token; with another tokenizer than the target's, across a bridge of strings.
 
     Args:
         model: the draft model, or a name or path for `AutoModelForCausalLM.from_pretrained`.
-        tokenizer: the draft model's tokenizer, to compare vocabularies by content.
+        tokenizer: the draft model's tokenizer, to compare vocabularies by content and to bridge them.
         vocabulary: token ids that the draft may propose (a list, or a JSON file with one): its output layer is cut
-            down to them. The text stays the same; a good list is `frequent_tokens` of text like yours.
+            down to them. The text stays the same; a good list is `frequent_tokens` of text like yours. Not with
+            another tokenizer.
     """
 
     model: Any
@@ -47,7 +48,7 @@ class DraftModel(DraftStrategy):
     vocabulary: Any = None
 
     default_draft_tokens: ClassVar[int] = 4
-    needs: ClassVar[str] = "a draft model with the target's tokenizer"
+    needs: ClassVar[str] = "a draft model; with another tokenizer than the target's, both tokenizers"
     sampled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -77,7 +78,12 @@ class DraftModel(DraftStrategy):
 
     def build(self, target: Any, request: Any) -> "ModelDrafter":
         """The drafter. Raises `SpecDecError` when the draft model cannot serve this target or request."""
-        return ModelDrafter(self.load(target.model), self, target, request)
+        from .bridged_model import BridgedDrafter  # it is made of what is here
+
+        model = self.load(target.model)
+        if (tokenizers := other_tokenizers(target.model, model, request, self.tokenizer)) is not None:
+            return BridgedDrafter(model, self, target, request, tokenizers)
+        return ModelDrafter(model, self, target, request)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings; a model object becomes its name."""
@@ -104,7 +110,6 @@ class ModelDrafter(Drafter):
         self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         check_model(model, self._cache)
         check_rotary(model, request.stopping.max_length, request.input_ids.shape[1])
-        check_vocabularies(target.model, model, request, strategy.tokenizer)
         self._request = request
         self._slots = SlotModel(model, None)
         self._window: int | None = getattr(self._slots.config, "max_position_embeddings", None)

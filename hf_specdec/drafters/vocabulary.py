@@ -14,40 +14,60 @@ MOST_PADDING = 1024
 """Output layers of one tokenizer differ by padding up to this many rows."""
 
 
-def check_vocabularies(target: PreTrainedModel, draft: PreTrainedModel, request: Any, draft_tokenizer: Any) -> None:
-    """Raise `SpecDecError` unless both models use one vocabulary.
+def other_tokenizers(
+    target: PreTrainedModel, draft: PreTrainedModel, request: Any, draft_tokenizer: Any
+) -> tuple[Any, Any] | None:
+    """Both tokenizers (the target's, the draft model's) where they have different vocabularies, else None.
 
     Compared by content where both tokenizers are at hand (from the call, from the strategy, or beside the models on
     disk), else by size, which the statistics then say.
+
+    Raises:
+        SpecDecError: the sizes say that the vocabularies differ and a tokenizer is missing, or they differ and a
+            tokenizer is not one that can be bridged.
     """
     own = request.extras.get("tokenizer") or beside(target)
     other = draft_tokenizer or request.extras.get("assistant_tokenizer") or beside(draft)
     if own is not None and other is not None:
-        if own is not other and not same_vocabulary(own, other):
-            raise SpecDecError(
-                "The draft model has another tokenizer than the target: the same id means different text. Use a draft "
-                'model of the same family, or assistant_strategy="suffix".'
-            )
-        return
+        if own is other or same_vocabulary(own, other):
+            return None
+        for each in (own, other):
+            if not hasattr(each, "backend_tokenizer"):
+                raise SpecDecError(
+                    "The draft model has another tokenizer than the target: the same id means different text. "
+                    f"{type(each).__name__} has no `backend_tokenizer` to bridge them with. Use a fast tokenizer, a "
+                    'draft model of the same family, or assistant_strategy="suffix".'
+                )
+        return own, other
     sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
     if abs(sizes[0] - sizes[1]) > MOST_PADDING:
         raise SpecDecError(
-            f"The target has {sizes[0]} token ids and the draft model {sizes[1]}: that is not one tokenizer. Use a "
-            "draft model of the same family; if it is one, pass `tokenizer` and `assistant_tokenizer` to `generate`."
+            f"The target has {sizes[0]} token ids and the draft model {sizes[1]}: that is not one tokenizer. Pass "
+            "`tokenizer` and `assistant_tokenizer` to `generate`, which then bridges them, or use a draft model of "
+            "the same family."
         )
     request.stats.note(
         "vocabularies were compared by size only; pass `tokenizer` and `assistant_tokenizer` to compare them"
     )
+    return None
 
 
 def same_vocabulary(own: Any, other: Any) -> bool:
-    """No id stands for two different tokens, and the smaller vocabulary lies within the larger but for special
-    tokens."""
-    first, second = own.get_vocab(), other.get_vocab()
-    if len(first) > len(second):
-        first, second = second, first
-    by_id = {index: token for token, index in second.items()}
-    return all(by_id.get(index, token) == token for token, index in first.items())
+    """Both have the same text tokens under the same ids. Added and special tokens may differ, and padding has no
+    token."""
+    return _same_text_tokens(own, other, len(own), len(other))
+
+
+@lru_cache(maxsize=8)
+def _same_text_tokens(own: Any, other: Any, *sizes: int) -> bool:
+    """`same_vocabulary`, kept from call to call while the tokenizers have these many tokens."""
+    beside_text = {*own.all_special_ids, *other.all_special_ids}
+    beside_text |= {*own.get_added_vocab().values(), *other.get_added_vocab().values()}
+    texts = [
+        {index: token for token, index in each.get_vocab().items() if index not in beside_text}
+        for each in (own, other)
+    ]
+    return texts[0] == texts[1]
 
 
 def beside(model: PreTrainedModel) -> Any:
