@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -20,6 +21,8 @@ from .cache import SlotCache
 from .capability import check_rotary
 from .compat import CACHE_NAME, sliding_window_of
 from .errors import UnsupportedModelError
+from .layers import OutputForms, replaced
+from .partial import PartialTarget
 from .tree import DraftTree, ancestors
 
 PREFILL_ONLY = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "logits_to_keep", "inputs_embeds")
@@ -139,7 +142,7 @@ class SlotModel:
             seen: `BoolTensor` of shape `(B, N, N)`: the nodes that each node sees, see `tree.ancestors`.
             lengths: committed tokens of each row, node 0 included.
             keep_last: only the last node's logits are wanted.
-            window: positions that the model has; nodes beyond get the last one, their output is not used.
+            window: token indices that have a position; nodes beyond get the last one, their output is not used.
         """
         assert self.cache is not None
         device = tokens.device
@@ -148,9 +151,9 @@ class SlotModel:
         nodes = torch.arange(size, device=device)
         self.cache.begin((counted - 1).unsqueeze(1) + nodes, lengths, size, len(set(lengths)) == 1)
         index = (counted - 1).unsqueeze(1) + seen.sum(-1) - 1
-        positions = index if self._offset is None else index + self._offset
         if window is not None:
-            positions = positions.clamp(max=window - 1)
+            index = index.clamp(max=window - 1)
+        positions = index if self._offset is None else index + self._offset
         masks = self._masks(counted, seen)
         inputs = self._inputs(tokens, masks, positions, keep_last)
         with self.timed(), verifying():
@@ -215,6 +218,11 @@ class Target(SlotModel):
         spare: nodes that a verify pass may have.
         prompt_length: tokens of the shortest prompt.
         device: where the caller's ids are, and where scores are judged.
+
+    Attributes:
+        columns: tokens that a row may have, or None.
+        drafted_with: the part of the model that ran last since the last verify pass.
+        output_forms: what the modules of parts return, known once the prompt has run.
     """
 
     def __init__(
@@ -230,6 +238,10 @@ class Target(SlotModel):
         super().__init__(model, None if max_length is None else max_length + spare)
         self._model_kwargs = model_kwargs
         self.device = device
+        self.columns = max_length
+        self.output_forms = OutputForms()
+        self.drafted_with: PartialTarget | None = None
+        self._part_modules: list[nn.Module] = []
         self._check_holes(model_kwargs.get("attention_mask"))
 
     def _check_holes(self, mask: torch.Tensor | None) -> None:
@@ -244,7 +256,7 @@ class Target(SlotModel):
     def start(self, input_ids: torch.Tensor, generation_config: Any) -> tuple[TargetOutput, list[int]]:
         """Run the prompt. Returns the last position's logits, shape `(B, 1, V)`, and the prompt tokens per row."""
         kwargs = self._model_kwargs
-        with self.timed():
+        with self.timed(), replaced(self.output_forms.seen(self._part_modules)):
             outputs = self.model._prefill(input_ids, generation_config, kwargs)
         embeds = kwargs.get("inputs_embeds")
         length = input_ids.shape[1] if embeds is None else embeds.shape[1]
@@ -261,9 +273,25 @@ class Target(SlotModel):
             self._rest["token_type_ids"] = types[:, -1:]
         return TargetOutput(outputs.logits[:, -1:], outputs), lengths
 
+    def partial(
+        self,
+        exit_layer: int | None = None,
+        skip_attention: Sequence[int] = (),
+        skip_mlp: Sequence[int] = (),
+        keeps: bool = False,
+    ) -> PartialTarget:
+        """A part of the model that drafts, see `PartialTarget`. To be asked for before the prompt runs."""
+        part = PartialTarget(self, exit_layer, skip_attention, skip_mlp, keeps)
+        self._part_modules += part.modules
+        return part
+
     def verify(self, tree: DraftTree, lengths: Sequence[int]) -> TargetOutput:
-        """One forward over all nodes of all rows."""
-        outputs = self.run(tree.tokens, tree.seen, lengths)
+        """One forward over all nodes of all rows; where a part of the model drafted them, what it left to be done."""
+        part, self.drafted_with = self.drafted_with, None
+        if part is not None and part.continues(tree, lengths):
+            outputs = part.verify(tree, lengths)
+        else:
+            outputs = self.run(tree.tokens, tree.seen, lengths)
         return TargetOutput(outputs.logits, outputs)
 
     def _inputs(self, tokens: torch.Tensor, masks: Any, positions: torch.Tensor, keep_last: bool) -> dict[str, Any]:

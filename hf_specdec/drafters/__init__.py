@@ -3,6 +3,7 @@
 from .adapter import CandidateAdapter
 from .base import Drafter, DraftStrategy, known_strategies, register_strategy
 from .draft_model import DraftModel, frequent_tokens
+from .layer_skip import LayerSkip
 from .prompt_lookup import PromptLookup
 from .suffix import Suffix, SuffixMemory
 
@@ -11,6 +12,7 @@ __all__ = [
     "DraftModel",
     "DraftStrategy",
     "Drafter",
+    "LayerSkip",
     "PromptLookup",
     "Suffix",
     "SuffixMemory",
