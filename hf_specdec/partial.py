@@ -165,8 +165,8 @@ def _sublayers(
     for kind, index, module in found:
         if module is None:
             raise UnsupportedModelError(
-                f"{type(model).__name__} cannot skip the {kind} of layer {index}: it is not a module of its own. Use "
-                "LayerSkip(exit_layer=...)."
+                f"{type(model).__name__} cannot skip the {kind} of layer {index}: it is not a module of its own. Leave "
+                "it out, or use LayerSkip(exit_layer=...)."
             )
     return [module for _, _, module in found if module is not None]
 
