@@ -1,5 +1,6 @@
 """The commands that `hf-specdec` passes on: `bench`, `verify`, `plan`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -109,11 +110,13 @@ def plan_command(
     device_map: DeviceMap = None,
     attention: Attention = None,
 ) -> None:
-    """Measure the costs of this machine, and print the expected speed-up for each draft length, or part of the model."""
+    """Measure this machine's costs, and print the expected speed-up for each draft length, or part of the model."""
     with clean_errors():
-        lengths = {"--strategy": strategy, "--acceptance": acceptance, "--results": results, "--label": label}
-        lengths |= {"--context": context}
-        refuse_options({"--prompt": prompt, "--budget": budget, "--save": save} if not layers else lengths, layers)
+        if layers:
+            others = {"--strategy": strategy, "--acceptance": acceptance, "--results": results}
+            refuse_options({**others, "--label": label, "--context": context}, layers)
+        else:
+            refuse_options({"--prompt": prompt, "--budget": budget, "--save": save}, layers)
         loading = target_config(model, dtype, revision, device_map, attention)
         if layers:
             best_layers(loading, prompt, 8 if max_length is None else max_length, budget, save)
@@ -131,7 +134,7 @@ def plan_command(
         plan(load_target(loading, device())[0], config, known, longest, context)
 
 
-def refuse_options(given: dict[str, object], layers: bool) -> None:
+def refuse_options(given: Mapping[str, object], layers: bool) -> None:
     """Raise `SpecDecError` for an option of `plan` that would be ignored."""
     for option, value in given.items():
         if value is not None:

@@ -1,8 +1,8 @@
 """Which part of a target should draft for it: match rates along its own text, measured steps, and what follows.
 
-Matches are counted where they would happen: in each round of a greedy call, every part is asked for the next token with
-the target's own keys and values behind it. A round of k drafts then costs k steps of the part and one verify pass, both
-timed in real rounds; the tokens that it brings come from replaying the matches.
+Matches are counted where they would happen: in each round of a greedy call, every part is asked for the next token
+with the target's own keys and values behind it. A round of k drafts then costs k steps of the part and one verify
+pass, timed in real rounds; the tokens that it brings come from replaying the matches.
 """
 
 import random
@@ -191,7 +191,8 @@ class PartMeasure:
             inner = list(range(1, layers - 1))
             try:
                 if inner:
-                    probe_parts(self.model, self.prompts[:1], [LayerSkip(**{kind: inner})], 1)
+                    part = skip_set([(kind, index) for index in inner])
+                    probe_parts(self.model, self.prompts[:1], [part], 1)
                 found += [(kind, index) for index in inner]
             except UnsupportedModelError:
                 continue

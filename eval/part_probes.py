@@ -116,7 +116,9 @@ def probe_parts(
             texts[own].append(tuple(log.agreed))
             seconds[own] += log.seconds[UNCOUNTED:] or log.seconds
     if new_tokens > 2 and not any(texts[0]):
-        raise SpecDecError("The model ends its texts after a token or two on these prompts; give prompts with answers.")
+        raise SpecDecError(
+            "The model ends its texts after a token or two on these prompts; give others."
+        )
     return [Probe(tuple(own), statistics.median(times or [0.0])) for own, times in zip(texts, seconds)]
 
 
@@ -185,14 +187,13 @@ def round_seconds(
             _generate(model, prompt, limit, assistant_strategy=config)
     if missing := [pair for pair in pairs if pair not in log]:
         raise SpecDecError(
-            f"The model's texts ended before a round of {missing[0][1]} drafts was timed; its stopping criteria end them."
+            f"The model's texts ended before a round of {missing[0][1]} drafts was timed; its stopping criteria "
+            "end them."
         )
     return {(parts[part], length): statistics.median(own) for (part, length), own in log.items()}
 
 
-def plain_step_seconds(
-    model: SpeculativeGenerationMixin, prompts: Sequence[Sequence[int]], new_tokens: int
-) -> float:
+def plain_step_seconds(model: SpeculativeGenerationMixin, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
     """Median step of plain decoding."""
     steps: list[float] = []
     for prompt in prompts:
@@ -211,9 +212,7 @@ def decode_seconds(
     for counted, prompt in enumerate([prompts[0], *prompts]):
         for plain in (True, False):
             clock = TokenClock()
-            _generate(
-                model, prompt, new_tokens, streamer=clock, **({} if plain else {"assistant_strategy": config})
-            )
+            _generate(model, prompt, new_tokens, streamer=clock, **({} if plain else {"assistant_strategy": config}))
             if counted:
                 totals[plain][0] += clock.times[-1] - clock.times[1]
                 totals[plain][1] += len(clock.times) - 2

@@ -132,7 +132,9 @@ class PartialTarget:
         layer.
         """
         assert self._exit is not None
-        no_head = {self._output_layer: self._forms.identity(self._output_layer)} if self._output_layer is not None else {}
+        no_head = (
+            {self._output_layer: self._forms.identity(self._output_layer)} if self._output_layer is not None else {}
+        )
         for depth in range(len(self._kept), tree.size):
             self._run(tree.tokens[:, depth], lengths, depth, no_head)
         below, last = self._layers[: self._exit - 1], self._layers[self._exit - 1]
