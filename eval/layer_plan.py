@@ -17,7 +17,7 @@ from rich.table import Table
 
 from hf_specdec import LayerSkip, SpecDecConfig, SpecDecError, SpeculativeGenerationMixin, UnsupportedModelError
 
-from .part_probes import Probe, decode_seconds, plain_step_seconds, probe_parts, round_seconds
+from .part_probes import Probe, decode_seconds, probe_parts, round_seconds
 from .planning import replay
 
 LENGTHS = (1, 2, 4, 8)
@@ -29,12 +29,16 @@ LEAST, MOST = 0.1, 0.6
 
 @dataclass(frozen=True)
 class VerifyCosts:
-    """Seconds of a round without its drafting, linear between what was measured.
+    """Seconds of a round without its drafting, linear between what was measured; and of single tokens.
 
     Args:
+        plain_seconds: a step of plain decoding.
+        undrafted_seconds: a round without drafts: the loop's own step.
         points: by exit layer (None: the draft skipped sub-layers, and the verify pass runs all) and drafted tokens.
     """
 
+    plain_seconds: float
+    undrafted_seconds: float
     points: Mapping[tuple[int | None, int], float]
 
     def at(self, exit_layer: int | None, length: int) -> float:
@@ -75,9 +79,7 @@ class PartForecast:
         return SpecDecConfig("layer_skip", self.part.to_dict(), max_draft_tokens=self.length)
 
 
-def forecast_part(
-    part: LayerSkip, probe: Probe, costs: VerifyCosts, plain_seconds: float, max_length: int
-) -> PartForecast:
+def forecast_part(part: LayerSkip, probe: Probe, costs: VerifyCosts, max_length: int) -> PartForecast:
     """The best draft length of a part, from 1 on: `tokens * t_plain / (rounds * (k * t_draft + t_verify(k)))`.
 
     After an early exit the replay is exact: a draft is the same wherever it begins. A part that skips sub-layers sees
@@ -88,10 +90,10 @@ def forecast_part(
     for length in range(1, max_length + 1):
         rounds = sum(len(replay(text, length)) for text in probe.agreed)
         seconds = rounds * (length * probe.step_seconds + costs.at(part.exit_layer, length))
-        found.append((tokens * plain_seconds / seconds, length, tokens / rounds))
+        found.append((tokens * costs.plain_seconds / seconds, length, tokens / rounds))
     speedup, length, per_round = max(found, key=lambda each: each[0])
     rate = sum(map(sum, probe.agreed)) / tokens
-    return PartForecast(part, rate, probe.step_seconds / plain_seconds, length, per_round, speedup)
+    return PartForecast(part, rate, probe.step_seconds / costs.plain_seconds, length, per_round, speedup)
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,12 @@ class LayerPlan:
 
     Args:
         forecasts: exits in order, then the skip set where there is one.
+        undrafted: speed of rounds without drafts over plain decoding: what the loop gains or costs by itself.
         measured: decoding speed of the best over plain decoding, on the same prompts.
     """
 
     forecasts: tuple[PartForecast, ...]
+    undrafted: float
     measured: float
 
     @property
@@ -113,8 +117,8 @@ class LayerPlan:
 
     @property
     def pays(self) -> bool:
-        """The best is faster than plain `generate`, as expected and as measured."""
-        return self.best.speedup > 1 and self.measured > 1
+        """The best is faster than plain `generate` and than rounds without drafts, as expected and as measured."""
+        return min(self.best.speedup, self.measured) > max(1, self.undrafted)
 
     @property
     def sentence(self) -> str:
@@ -125,7 +129,7 @@ class LayerPlan:
             return f"Best: {name(best.part)}, max_draft_tokens={best.length}: {figures}."
         return (
             f"No part of this model pays. The best, {name(best.part)} with max_draft_tokens={best.length}, decodes at "
-            f"{figures}: use plain generate or another strategy."
+            f"{figures}, and rounds without drafts at {self.undrafted:.2f}x: use plain generate or another strategy."
         )
 
     def table(self) -> Table:
@@ -134,6 +138,7 @@ class LayerPlan:
         table.add_column("part")
         for column in ("match rate", "draft step", "draft length", "tokens per round", "decoding"):
             table.add_column(column, justify="right")
+        table.add_row("no drafts", "", "", "0", "1.00", f"{self.undrafted:.2f}x")
         for each in self.forecasts:
             table.add_row(
                 name(each.part),
@@ -170,15 +175,15 @@ class PartMeasure:
     new_tokens: int
     max_length: int
 
-    def costs(self, layers: int, skipped: LayerSkip | None) -> tuple[VerifyCosts, float]:
-        """What verify passes cost, and a plain step: in seconds."""
+    def costs(self, layers: int, skipped: LayerSkip | None) -> VerifyCosts:
+        """What verify passes and plain steps cost."""
         lengths = sorted({each for each in LENGTHS if each <= self.max_length} | {self.max_length})
         parts = [LayerSkip(exit_layer=each) for each in sorted({1, max(layers // 2, 1), layers - 1})]
         parts += [skipped] if skipped is not None else []
         middle = sorted(self.prompts, key=len)[len(self.prompts) // 2]
-        seconds = round_seconds(self.model, middle, parts, lengths, REPEATS)
-        points = {(part.exit_layer, length): own for (part, length), own in seconds.items()}
-        return VerifyCosts(points), plain_step_seconds(self.model, self.prompts, self.new_tokens)
+        timed = round_seconds(self.model, middle, parts, lengths, REPEATS)
+        points = {(part.exit_layer, length): own for (part, length), own in timed.verify.items()}
+        return VerifyCosts(timed.plain, timed.undrafted, points)
 
     def probes(self, parts: Sequence[LayerSkip], prompts: int | None = None) -> list[Probe]:
         """Matches and steps of these parts on the first `prompts` prompts, or on all."""
@@ -258,14 +263,11 @@ def plan_layers(
         first = skip_set(sublayers) if sublayers else None
         exits = [LayerSkip(exit_layer=each) for each in range(1, layers)]
         step("costs")
-        costs, plain_seconds = measure.costs(layers, first)
+        costs = measure.costs(layers, first)
 
         def rated(parts: Sequence[LayerSkip], some: int | None = None) -> list[PartForecast]:
             found = measure.probes(parts, some)
-            return [
-                forecast_part(part, own, costs, plain_seconds, max_length)
-                for part, own in zip(parts, found, strict=True)
-            ]
+            return [forecast_part(part, own, costs, max_length) for part, own in zip(parts, found, strict=True)]
 
         step("exit layers")
         forecasts = rated(exits)
@@ -282,7 +284,7 @@ def plan_layers(
         step("check")
         winner = max(forecasts, key=lambda each: each.speedup)
         plain, own = decode_seconds(model, prompts, winner.config, new_tokens)
-    planned = LayerPlan(tuple(forecasts), plain / own)
+    planned = LayerPlan(tuple(forecasts), costs.plain_seconds / costs.undrafted_seconds, plain / own)
     console.print(planned.table())
     console.print(planned.sentence, soft_wrap=True)
     return planned

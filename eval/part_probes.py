@@ -1,7 +1,7 @@
 """Calls of `generate` that watch what parts of a target draft and how long it takes.
 
-`probe_parts` asks every part for one token in each round of a plain greedy call, `round_seconds` times real rounds,
-`plain_step_seconds` and `decode_seconds` time whole texts. All in seconds, batch size 1.
+`probe_parts` asks every part for one token in each round of a plain greedy call, `round_seconds` times real rounds and
+plain steps, `decode_seconds` times whole texts. All in seconds, batch size 1.
 """
 
 import random
@@ -26,7 +26,7 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
 )
 
-from .cost import UNCOUNTED, ScheduleEnded, TokenClock, endless
+from .cost import PLAIN_STEPS, UNCOUNTED, ScheduleEnded, TokenClock, endless
 from .measure import sampling_options
 
 ASKED = Plan.chain(1)
@@ -116,9 +116,7 @@ def probe_parts(
             texts[own].append(tuple(log.agreed))
             seconds[own] += log.seconds[UNCOUNTED:] or log.seconds
     if new_tokens > 2 and not any(texts[0]):
-        raise SpecDecError(
-            "The model ends its texts after a token or two on these prompts; give others."
-        )
+        raise SpecDecError("The model ends its texts after a token or two on these prompts; give others.")
     return [Probe(tuple(own), statistics.median(times or [0.0])) for own, times in zip(texts, seconds)]
 
 
@@ -162,10 +160,28 @@ class ScheduledRoundsDrafter(Drafter):
             raise ScheduleEnded
         part, length = schedule[self._passed]
         self._passed += 1
+        if not length:
+            self._drafted_at = now
+            return DraftTree.from_chains(view.roots(), [[]] * view.rows, view.device)
         tree = self._drafters[part].propose(view, Plan.chain(length))
         tree.tokens.tolist()  # what was asked of the device is done
         self._drafted_at = time.perf_counter()
         return tree
+
+
+@dataclass(frozen=True)
+class RoundSeconds:
+    """Medians of what took turns.
+
+    Args:
+        plain: a step of plain decoding.
+        undrafted: a round without drafts.
+        verify: a round without its drafting, by part and drafted tokens.
+    """
+
+    plain: float
+    undrafted: float
+    verify: Mapping[tuple[LayerSkip, int], float]
 
 
 def round_seconds(
@@ -174,34 +190,30 @@ def round_seconds(
     parts: Sequence[LayerSkip],
     lengths: Sequence[int],
     repeats: int,
-) -> Mapping[tuple[LayerSkip, int], float]:
-    """Median time of a round without its drafting, by part and drafted tokens."""
-    pairs = [(part, length) for part in range(len(parts)) for length in lengths]
+) -> RoundSeconds:
+    """Time rounds of every part and draft length in some calls, and plain steps in calls between them."""
+    pairs = [(0, 0), *((part, length) for part in range(len(parts)) for length in lengths)]
     log: dict[tuple[int, int], list[float]] = {}
+    plain: list[float] = []
     for repeat in range(repeats):
         order = random.Random(repeat).sample(pairs, len(pairs))
         schedule = (*[pairs[-1]] * UNCOUNTED, *order)
         config = SpecDecConfig(ScheduledRounds(tuple(parts), schedule, log), max_draft_tokens=max(lengths))
         limit = sum(length + 1 for _, length in schedule) + max(lengths) + 2
-        with endless(model), suppress(ScheduleEnded):
-            _generate(model, prompt, limit, assistant_strategy=config)
-    if missing := [pair for pair in pairs if pair not in log]:
-        raise SpecDecError(
-            f"The model's texts ended before a round of {missing[0][1]} drafts was timed; its stopping criteria "
-            "end them."
-        )
-    return {(parts[part], length): statistics.median(own) for (part, length), own in log.items()}
-
-
-def plain_step_seconds(model: SpeculativeGenerationMixin, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
-    """Median step of plain decoding."""
-    steps: list[float] = []
-    for prompt in prompts:
         clock = TokenClock()
         with endless(model):
-            _generate(model, prompt, max(new_tokens, UNCOUNTED + 4), streamer=clock)
-        steps += clock.step_seconds()
-    return statistics.median(steps)
+            with suppress(ScheduleEnded):
+                _generate(model, prompt, limit, assistant_strategy=config)
+            _generate(model, prompt, PLAIN_STEPS, streamer=clock)
+        plain += clock.step_seconds()
+    if missing := [pair for pair in pairs if pair not in log]:
+        raise SpecDecError(
+            f"The model's texts ended before a round of {missing[0][1]} drafts was timed; its stopping criteria end "
+            "them."
+        )
+    medians = {pair: statistics.median(own) for pair, own in log.items()}
+    verify = {(parts[part], length): own for (part, length), own in medians.items() if length}
+    return RoundSeconds(statistics.median(plain), medians[0, 0], verify)
 
 
 def decode_seconds(

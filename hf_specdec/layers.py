@@ -1,7 +1,7 @@
 """The layers of a decoder: where they are, and how a thread calls a model with some of them replaced.
 
 Inside `replaced`, calls that this thread makes of the given modules go to their replacements; all other threads see
-the model as it is. A replaced module has a `forward` of its own while any thread is inside, and its old one afterwards.
+the model as it is. A replaced module has a `forward` of its own while any thread is inside, and its old one after.
 """
 
 import threading

@@ -132,9 +132,8 @@ class PartialTarget:
         layer.
         """
         assert self._exit is not None
-        no_head = (
-            {self._output_layer: self._forms.identity(self._output_layer)} if self._output_layer is not None else {}
-        )
+        head = self._output_layer
+        no_head = {} if head is None else {head: self._forms.identity(head)}
         for depth in range(len(self._kept), tree.size):
             self._run(tree.tokens[:, depth], lengths, depth, no_head)
         below, last = self._layers[: self._exit - 1], self._layers[self._exit - 1]
@@ -167,8 +166,8 @@ def _sublayers(
     for kind, index, module in found:
         if module is None:
             raise UnsupportedModelError(
-                f"{type(model).__name__} cannot skip the {kind} of layer {index}: it is not a module of its own. Leave "
-                "it out, or use LayerSkip(exit_layer=...)."
+                f"{type(model).__name__} cannot skip the {kind} of layer {index}: it is not a module of its own. "
+                "Leave it out, or use LayerSkip(exit_layer=...)."
             )
     return [module for _, _, module in found if module is not None]
 

@@ -26,6 +26,7 @@ from hf_specdec.target import Target
 
 SEED = 11
 LAYERS = 4
+ATTENTIONS = [(name, kind) for name, row in FAMILIES.items() for kind in row.attention]
 WAYS = [pytest.param(False, id="greedy"), pytest.param(True, id="sample")]
 BATCHES = [pytest.param(1, id="one"), pytest.param(3, id="ragged")]
 FORMS = [LayerSkip(exit_layer=1), LayerSkip(exit_layer=3), LayerSkip(skip_attention=[1, 2], skip_mlp=[2])]
@@ -82,9 +83,7 @@ def test_the_text_is_plain_generates(strategy, batch, sample):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize(
-    ("family", "attention"), [(name, kind) for name, row in FAMILIES.items() for kind in row.attention]
-)
+@pytest.mark.parametrize(("family", "attention"), ATTENTIONS)
 def test_every_family(family, attention, batch):
     """Early exit and a skipped sub-layer; the last layer is quiet, so some drafts are right. One row samples."""
     count = tiny(family).config.get_text_config(decoder=True).num_hidden_layers
@@ -124,9 +123,8 @@ def test_all_layers_are_always_right(batch, verifier):
     """The draft's law is the target's, so each verifier accepts all of it: also after temperature and truncation."""
     config = SpecDecConfig(LayerSkip(exit_layer=LAYERS), verifier=verifier)
     options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "repetition_penalty": 1.2, "max_new_tokens": 40}
-    output = plain(
-        enabled(), SEED, **prompt(batch), **options, assistant_strategy=config, return_dict_in_generate=True
-    )
+    options |= {**prompt(batch), "return_dict_in_generate": True}
+    output = plain(enabled(), SEED, **options, assistant_strategy=config)
     assert output.speculation.draft_acceptance_rate == 1.0
 
 

@@ -56,7 +56,7 @@ class ChainDraw:
         processors, unreadable = self._request.processors, self._request.unreadable
         scores = logits[:, : self._request.vocab_size]
         if self._request.sampling or len(processors):
-            paths = [[]] * self._view.rows
+            paths: list[list[int]] = [[]] * self._view.rows
             if self._chosen and processors.reads_prefix:
                 paths = torch.stack(self._chosen, 1).tolist()
             scores = processors.process_paths(scores, paths, self._view)
