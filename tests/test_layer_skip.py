@@ -26,7 +26,8 @@ from hf_specdec.target import Target
 
 SEED = 11
 LAYERS = 4
-ATTENTIONS = [(name, kind) for name, row in FAMILIES.items() for kind in row.attention]
+FAMILY_ROWS = [(name, row.attention[0], 1) for name, row in FAMILIES.items()]
+FAMILY_ROWS += [(name, kind, 3) for name, row in FAMILIES.items() for kind in row.attention]
 WAYS = [pytest.param(False, id="greedy"), pytest.param(True, id="sample")]
 BATCHES = [pytest.param(1, id="one"), pytest.param(3, id="ragged")]
 FORMS = [LayerSkip(exit_layer=1), LayerSkip(exit_layer=3), LayerSkip(skip_attention=[1, 2], skip_mlp=[2])]
@@ -82,8 +83,7 @@ def test_the_text_is_plain_generates(strategy, batch, sample):
     assert stats.num_draft_tokens > 0 and stats.draft_forwards > 0
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize(("family", "attention"), ATTENTIONS)
+@pytest.mark.parametrize(("family", "attention", "batch"), FAMILY_ROWS)
 def test_every_family(family, attention, batch):
     """Early exit and a skipped sub-layer; the last layer is quiet, so some drafts are right. One row samples."""
     count = tiny(family).config.get_text_config(decoder=True).num_hidden_layers
@@ -111,9 +111,9 @@ def test_across_the_edge_of_the_window(family):
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("sample", WAYS)
 def test_the_last_layer_left_out_is_nearly_always_right(batch, sample):
-    stats = check(llama(), enabled(), prompt(batch), LayerSkip(exit_layer=3), do_sample=sample, max_new_tokens=60)
+    stats = check(llama(), enabled(), prompt(batch), LayerSkip(exit_layer=3), do_sample=sample, max_new_tokens=40)
     assert stats.draft_acceptance_rate > 0.8
-    worse = check(llama(), enabled(), prompt(batch), LayerSkip(exit_layer=1), do_sample=sample, max_new_tokens=60)
+    worse = check(llama(), enabled(), prompt(batch), LayerSkip(exit_layer=1), do_sample=sample, max_new_tokens=40)
     assert worse.draft_acceptance_rate < stats.draft_acceptance_rate
 
 
@@ -386,7 +386,7 @@ class Broken(Exception):
 
 @pytest.mark.parametrize("strategy", FORMS, ids=str)
 @pytest.mark.parametrize("place", [0, 3])
-@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("count", [2, 8])
 def test_an_exception_leaves_the_model_as_it_was(strategy, place, count):
     """In the draft, in the verify pass, below and above the exit."""
     model = enabled()
@@ -455,7 +455,7 @@ def test_threads_share_the_model_and_the_strategy():
         strategy, batch, seed = jobs[index]
         try:
             gate.wait(timeout=30)
-            for _ in range(3):
+            for _ in range(2):
                 got = plain(model, **prompt(batch, seed=seed), assistant_strategy=strategy)
                 assert got.tolist() == expected[index]
         except BaseException as error:
