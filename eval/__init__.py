@@ -1,12 +1,13 @@
 """Measure draft strategies on a model: acceptance, wall clock, quality and losslessness.
 
-`run_bench` measures, `verify` checks, `plan` forecasts; `expected_tokens`, `compute_speedup` and `find_optimal_length`
-are the formulas.
+`run_bench` measures, `verify` checks, `plan` and `plan_layers` forecast; `expected_tokens`, `compute_speedup` and
+`find_optimal_length` are the formulas.
 """
 
 from .bench import run_bench
 from .config import RunConfig
 from .cost import CostCurve, measure_costs
+from .layer_plan import LayerPlan, plan_layers
 from .length_plan import load_run, plan
 from .lossless import Verdict, verify
 from .planning import compute_speedup, expected_tokens, find_optimal_length
@@ -14,6 +15,7 @@ from .task import Sample, Task, load_samples, load_task, task_names
 
 __all__ = [
     "CostCurve",
+    "LayerPlan",
     "RunConfig",
     "Sample",
     "Task",
@@ -26,6 +28,7 @@ __all__ = [
     "load_task",
     "measure_costs",
     "plan",
+    "plan_layers",
     "run_bench",
     "task_names",
     "verify",

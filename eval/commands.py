@@ -1,9 +1,12 @@
 """The commands that `hf-specdec` passes on: `bench`, `verify`, `plan`."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+import yaml
 from accelerate import PartialState
 from rich.console import Console
 
@@ -11,13 +14,16 @@ from hf_specdec import SpecDecConfig, SpecDecError
 
 from .bench import load_target
 from .config import DTYPES, RunConfig, parse_strategy
+from .layer_plan import plan_layers
 from .length_plan import load_run, plan
 from .lossless import verify
+from .measure import prompt_ids
 from .run import app as bench_app
 from .run import clean_errors
-from .task import load_samples, load_task
+from .task import Sample, load_samples, load_task
 
 VERIFY_PROMPTS = 6
+PLAN_PROMPTS = 6
 
 Model = Annotated[str, typer.Option(help="Target model: a name on the hub or a directory.")]
 Dtype = Annotated[str, typer.Option(help=f"Weights' type: {', '.join(DTYPES)}.")]
@@ -76,7 +82,7 @@ def verify_command(
 @plan_app.command()
 def plan_command(
     model: Model,
-    strategy: Annotated[str, typer.Option(help="Whose drafts; as in `hf-specdec bench`.")],
+    strategy: Annotated[str | None, typer.Option(help="Whose drafts; as in `hf-specdec bench`.")] = None,
     acceptance: Annotated[
         str | None, typer.Option(help="Probability that a draft token is accepted, or one per position: 0.8,0.7,0.6.")
     ] = None,
@@ -87,16 +93,36 @@ def plan_command(
         str | None, typer.Option(help="Which method of the results. Default: the longest drafts.")
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Longest draft. Default: 16, or as many as --acceptance.")
+        int | None, typer.Option(help="Longest draft. Default: 16, or as many as --acceptance; 8 with --layers.")
     ] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of context that costs are measured at.")] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Search the part of the model that drafts best (strategy layer_skip).")
+    ] = False,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help=f"With --layers: your prompts; repeatable. Default: {PLAN_PROMPTS} of the package."),
+    ] = None,
+    budget: Annotated[int | None, typer.Option(help="With --layers: skip sets to try. Default: 48.")] = None,
+    save: Annotated[str | None, typer.Option(help="With --layers: YAML file for the best setting.")] = None,
     dtype: Dtype = "auto",
     revision: Revision = None,
     device_map: DeviceMap = None,
     attention: Attention = None,
 ) -> None:
-    """Measure the costs of this machine, and print the expected speed-up for each draft length."""
+    """Measure this machine's costs, and print the expected speed-up for each draft length, or part of the model."""
     with clean_errors():
+        if layers:
+            others = {"--strategy": strategy, "--acceptance": acceptance, "--results": results}
+            refuse_options({**others, "--label": label, "--context": context}, layers)
+        else:
+            refuse_options({"--prompt": prompt, "--budget": budget, "--save": save}, layers)
+        loading = target_config(model, dtype, revision, device_map, attention)
+        if layers:
+            best_layers(loading, prompt, 8 if max_length is None else max_length, budget, save)
+            return
+        if strategy is None:
+            raise SpecDecError("Give --strategy for the length of its drafts, or --layers for a part of the model.")
         if (acceptance is None) == (results is None):
             raise SpecDecError("Give one of --acceptance and --results, for how often drafts are accepted.")
         if label is not None and results is None:
@@ -105,8 +131,36 @@ def plan_command(
         rates = None if acceptance is None else parse_rates(acceptance)
         known = rates if rates is not None else load_run(str(results), config, label)
         longest = (len(rates) if isinstance(rates, list) else 16) if max_length is None else max_length
-        loading = target_config(model, dtype, revision, device_map, attention)
         plan(load_target(loading, device())[0], config, known, longest, context)
+
+
+def refuse_options(given: Mapping[str, object], layers: bool) -> None:
+    """Raise `SpecDecError` for an option of `plan` that would be ignored."""
+    for option, value in given.items():
+        if value is not None:
+            how = "does not go with --layers; leave it out" if layers else "goes with --layers; give that as well"
+            raise SpecDecError(f"{option} {how}.")
+
+
+def best_layers(
+    loading: RunConfig, prompts: list[str] | None, max_length: int, budget: int | None, save: str | None
+) -> None:
+    """Search the part of a model that drafts best, and write it down if it pays. Status 1 if there is nothing to."""
+    if save is not None and not Path(save).parent.is_dir():
+        raise SpecDecError(f"--save {save}: there is no directory {Path(save).parent}; make it first.")
+    given = [Sample("prompt", "prompt", "prompt", (each,), {}, 1, (), None, None) for each in prompts or []]
+    samples = given or load_samples(load_task("builtin"), PLAN_PROMPTS, None)
+    target, tokenizer = load_target(loading, device())
+    ids = [prompt_ids(tokenizer, each, 0, ()) for each in samples]
+    planned = plan_layers(target, ids, max_length, 48 if budget is None else budget)
+    if save is None:
+        return
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not planned.pays:
+        console.print(f"{save} was not written.", soft_wrap=True)
+        raise typer.Exit(1)
+    Path(save).write_text(yaml.safe_dump(planned.best.config.to_dict(), sort_keys=False), encoding="utf-8")
+    console.print(f"Saved to {save}: hf-specdec bench --strategy {save}", soft_wrap=True)
 
 
 def parse_rates(text: str) -> float | list[float]:

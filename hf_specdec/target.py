@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -21,6 +22,8 @@ from .cache import SlotCache
 from .capability import check_rotary
 from .compat import CACHE_NAME, sliding_window_of
 from .errors import UnsupportedModelError
+from .layers import OutputForms, replaced
+from .partial import PartialTarget
 from .tree import DraftTree, ancestors
 from .verify import most_likely
 
@@ -143,7 +146,7 @@ class SlotModel:
             seen: `BoolTensor` of shape `(B, N, N)`: the nodes that each node sees, see `tree.ancestors`.
             lengths: committed tokens of each row, node 0 included.
             keep_last: only the last node's logits are wanted.
-            window: positions that the model has; nodes beyond get the last one, their output is not used.
+            window: token indices that have a position; nodes beyond get the last one, their output is not used.
         """
         assert self.cache is not None
         device = tokens.device
@@ -152,9 +155,9 @@ class SlotModel:
         nodes = torch.arange(size, device=device)
         self.cache.begin((counted - 1).unsqueeze(1) + nodes, lengths, size, len(set(lengths)) == 1)
         index = (counted - 1).unsqueeze(1) + seen.sum(-1) - 1
-        positions = index if self._offset is None else index + self._offset
         if window is not None:
-            positions = positions.clamp(max=window - 1)
+            index = index.clamp(max=window - 1)
+        positions = index if self._offset is None else index + self._offset
         masks = self._masks(counted, seen)
         inputs = self._inputs(tokens, masks, positions, keep_last)
         with self.timed(), verifying():
@@ -241,6 +244,11 @@ class Target(SlotModel):
         spare: nodes that a verify pass may have.
         prompt_length: tokens of the shortest prompt.
         device: where the caller's ids are, and where scores are judged.
+
+    Attributes:
+        columns: tokens that a row may have, or None.
+        drafted_with: the part of the model that ran last since the last verify pass.
+        output_forms: what the modules of parts return, known once the prompt has run.
     """
 
     def __init__(
@@ -257,6 +265,10 @@ class Target(SlotModel):
         self._model_kwargs = model_kwargs
         self._prompt_states: list[torch.Tensor] = []
         self.device = device
+        self.columns = max_length
+        self.output_forms = OutputForms()
+        self.drafted_with: PartialTarget | None = None
+        self._part_modules: list[nn.Module] = []
         self._check_holes(model_kwargs.get("attention_mask"))
 
     def _check_holes(self, mask: torch.Tensor | None) -> None:
@@ -277,7 +289,8 @@ class Target(SlotModel):
             keeps_states: keep what `prompt_top` needs.
         """
         kwargs = self._model_kwargs
-        with self.timed(), last_hidden_states(self.model, keeps_states) as states:
+        seen = replaced(self.output_forms.seen(self._part_modules))
+        with self.timed(), seen, last_hidden_states(self.model, keeps_states) as states:
             outputs = self.model._prefill(input_ids, generation_config, kwargs)
         self._prompt_states = states
         embeds = kwargs.get("inputs_embeds")
@@ -317,9 +330,26 @@ class Target(SlotModel):
         """Release the states that `prompt_top` needs."""
         self._prompt_states = []
 
+    def partial(
+        self,
+        exit_layer: int | None = None,
+        skip_attention: Sequence[int] = (),
+        skip_mlp: Sequence[int] = (),
+        keeps: bool = False,
+    ) -> PartialTarget:
+        """A part of the model that drafts, see `PartialTarget`. To be asked for before the prompt runs."""
+        part = PartialTarget(self, exit_layer, skip_attention, skip_mlp, keeps)
+        self._part_modules += part.modules
+        return part
+
+
     def verify(self, tree: DraftTree, lengths: Sequence[int]) -> TargetOutput:
-        """One forward over all nodes of all rows."""
-        outputs = self.run(tree.tokens, tree.seen, lengths)
+        """One forward over all nodes of all rows; where a part of the model drafted them, what it left to be done."""
+        part, self.drafted_with = self.drafted_with, None
+        if part is not None and part.continues(tree, lengths):
+            outputs = part.verify(tree, lengths)
+        else:
+            outputs = self.run(tree.tokens, tree.seen, lengths)
         return TargetOutput(outputs.logits, outputs)
 
     def _inputs(self, tokens: torch.Tensor, masks: Any, positions: torch.Tensor, keep_last: bool) -> dict[str, Any]:

@@ -23,12 +23,14 @@ from transformers import LlamaForCausalLM, LogitsProcessor, PreTrainedModel, Pre
 from transformers.generation.streamers import BaseStreamer
 
 import hf_specdec
-from hf_specdec.drafters import DraftModel, PromptLookup, Suffix
+from hf_specdec.drafters import DraftModel, LayerSkip, PromptLookup, Recycling, Suffix
 from hf_specdec.drafters.base import DraftStrategy
 
 SEED = 7
 NEW_TOKENS = 24
-STRATEGIES = ("oracle-0", "oracle-0.3", "oracle-1", "tree-0.3", "prompt_lookup", "suffix", "draft_model")
+STRATEGIES = (
+    "oracle-0", "oracle-0.3", "oracle-1", "tree-0.3", "prompt_lookup", "suffix", "recycling", "draft_model", "layer_skip"
+)  # fmt: skip
 ORACLES = STRATEGIES[:3]
 SOME = ("oracle-0.3", "tree-0.3", "prompt_lookup", "draft_model")
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
@@ -97,9 +99,16 @@ def strategy(name: str, texts: Sequence[Sequence[int]] = ()) -> DraftStrategy:
     if kind in ("oracle", "tree"):
         twice = [[*text, *text] for text in texts]  # it drafts past the end
         return (Replay if kind == "oracle" else TreeReplay).of(twice, float(error_rate))
-    if name == "prompt_lookup":
-        return PromptLookup(max_ngram=3, min_ngram=1)
-    return Suffix() if name == "suffix" else DraftModel(draft_model())
+    return MAKERS[kind]()
+
+
+MAKERS: dict[str, Callable[[], DraftStrategy]] = {
+    "prompt_lookup": lambda: PromptLookup(max_ngram=3, min_ngram=1),
+    "suffix": Suffix,
+    "recycling": Recycling,
+    "draft_model": lambda: DraftModel(draft_model()),
+    "layer_skip": lambda: LayerSkip(exit_layer=1),
+}
 
 
 def served(name: str, verifier: str, texts: Sequence[Sequence[int]]) -> DraftStrategy:

@@ -25,6 +25,7 @@ SETTINGS: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
     "draft_model": lambda draft: {"model": draft},
     "merge": lambda draft: {"strategies": ["suffix", "prompt_lookup", draft]},
     "cascade": lambda draft: {"strategies": ["prompt_lookup", draft]},
+    "layer_skip": lambda draft: {"exit_layer": 1},
     "phrase_book": lambda draft: {"phrases": [PHRASE, (16, 10), (1, 2, 3), (3, 0, 2, 1)]},
 }
 """Settings of the strategies that need some, given a draft model with the target's vocabulary."""

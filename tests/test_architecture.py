@@ -35,6 +35,8 @@ PLACES: dict[str, str] = {
     "outputs": "state",
     "attention": "compat",
     "capability": "compat",
+    "layers": "compat",
+    "partial": "target",
     "config": "loop",
     "request": "loop",
     "options": "compat",

@@ -4,6 +4,7 @@ from .adapter import CandidateAdapter
 from .base import Drafter, DraftStrategy, known_strategies, register_strategy
 from .combined import Cascade, Free, Merge
 from .draft_model import DraftModel, frequent_tokens
+from .layer_skip import LayerSkip
 from .prompt_lookup import PromptLookup
 from .recycling import Recycling, RecyclingMemory
 from .suffix import Suffix, SuffixMemory
@@ -16,6 +17,7 @@ __all__ = [
     "Drafter",
     "Free",
     "Merge",
+    "LayerSkip",
     "PromptLookup",
     "Recycling",
     "RecyclingMemory",
