@@ -21,12 +21,12 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerF
 from transformers.generation.streamers import BaseStreamer
 
 import hf_specdec
-from hf_specdec.drafters import DraftModel, PromptLookup, Suffix
+from hf_specdec.drafters import DraftModel, PromptLookup, QuantizedSelf, Suffix
 from hf_specdec.drafters.base import DraftStrategy
 
 SEED = 7
 NEW_TOKENS = 24
-STRATEGIES = ("oracle-0", "oracle-0.3", "oracle-1", "prompt_lookup", "suffix", "draft_model")
+STRATEGIES = ("oracle-0", "oracle-0.3", "oracle-1", "prompt_lookup", "suffix", "draft_model", "quantized_self")
 ORACLES = STRATEGIES[:3]
 SOME = ("oracle-0.3", "prompt_lookup", "draft_model")
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
@@ -87,6 +87,8 @@ def strategy(name: str, texts: Sequence[Sequence[int]] = ()) -> DraftStrategy:
         return Replay.of(twice, float(name.removeprefix("oracle-")))
     if name == "prompt_lookup":
         return PromptLookup(max_ngram=3, min_ngram=1)
+    if name == "quantized_self":
+        return QuantizedSelf(scheme="int4_weight_only")
     return Suffix() if name == "suffix" else DraftModel(draft_model())
 
 

@@ -4,6 +4,7 @@ from .adapter import CandidateAdapter
 from .base import Drafter, DraftStrategy, known_strategies, register_strategy
 from .draft_model import DraftModel, frequent_tokens
 from .prompt_lookup import PromptLookup
+from .quantized_self import QuantizedSelf
 from .suffix import Suffix, SuffixMemory
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "DraftStrategy",
     "Drafter",
     "PromptLookup",
+    "QuantizedSelf",
     "Suffix",
     "SuffixMemory",
     "frequent_tokens",
