@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 import weakref
 
 import pytest
@@ -22,7 +23,7 @@ from cases import (
 from conftest import FAMILIES, new_tokens, plain, prompt, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import hf_specdec
@@ -89,6 +90,8 @@ def test_a_layer_takes_blocks_and_batches(kind):
 @pytest.mark.parametrize(("batch", "sample", "scheme"), [(1, True, INT8), (3, False, INT4)])
 def test_every_family_writes_its_own_text(family, batch, sample, scheme):
     inputs, way = prompt(batch, family), Way("quantized_self", batch, sample)
+    if family == "falcon":  # its layers are a subclass of `nn.Linear`, so the output layer is all there is to quantise
+        scheme = INT8
     models = (plain_model(family, FAMILIES[family].attention[0]), spec_model(family, FAMILIES[family].attention[0]))
     pair = compare(way, inputs=inputs, models=models, assistant_strategy=QuantizedSelf(scheme=scheme))
     assert pair.spec.speculation.num_accepted_draft_tokens > 0
@@ -138,33 +141,32 @@ def test_the_copy_adds_the_quantised_weights_and_nothing_else(scheme):
     assert copied.model.config is model.config
 
 
-class KVLayers(LogitsProcessor):
-    """Counts the K/V layers that are alive in the middle of a call."""
+def kv_bytes(monkeypatch, draft):
+    """Bytes of all K/V that a call takes over from a prefill."""
+    taken = []
+    load = SlotLayer.load
 
-    counts: list[int]
+    def counted(layer, *given):
+        load(layer, *given)
+        taken.append(sum(each.numel() * each.element_size() for each in (layer.keys, layer.values)))
 
-    def __call__(self, input_ids, scores):
-        self.counts.append(sum(isinstance(each, SlotLayer) for each in gc.get_objects()))
-        return scores
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotLayer, "load", counted)
+        plain(spec_model(), **prompt(3), assistant_strategy=SpecDecConfig(draft, max_draft_tokens=4))
+    return sum(taken)
 
 
-@pytest.mark.parametrize(("draft", "caches"), [(QuantizedSelf(scheme=INT8), 1), (DraftModel(draft_model()), 2)])
-def test_there_is_no_second_cache(draft, caches):
-    """The draft model is the control: it has a cache of its own."""
-    gc.collect()
-    before = sum(isinstance(each, SlotLayer) for each in gc.get_objects())
-    counter = KVLayers()
-    KVLayers.counts = []
-    plain(spec_model(), **prompt(3), assistant_strategy=draft, logits_processor=[counter])
-    assert max(counter.counts) - before == caches * spec_model().config.num_hidden_layers
+def test_there_is_no_second_cache(monkeypatch):
+    """A lookup keeps none; a draft model, the control, has one of its own."""
+    alone = kv_bytes(monkeypatch, "suffix")
+    assert kv_bytes(monkeypatch, QuantizedSelf(scheme=INT8)) == alone
+    assert kv_bytes(monkeypatch, DraftModel(draft_model())) > 1.5 * alone
 
 
 @ways(("quantized_self",))
 def test_nothing_is_prefilled_or_caught_up(way):
     with forward_widths(made(spec_model()).model) as widths:
-        stats = call(
-            spec_model(), prompt(way.batch), way, assistant_strategy=QuantizedSelf(scheme=INT8)
-        ).speculation
+        stats = call(spec_model(), prompt(way.batch), way, assistant_strategy=QuantizedSelf(scheme=INT8)).speculation
     assert set(widths) == {1}
     assert stats.draft_forwards == len(widths) <= stats.num_draft_tokens + 4 * way.batch
 
@@ -198,7 +200,7 @@ def test_making_the_copy_takes_little_more_than_the_copy(scheme):
     whole = sum(each.numel() * each.element_size() for each in tensors(model).values())
     with Allocated() as allocated:
         copied = made(model, scheme)
-    assert allocated.peak < 0.5 * whole
+    assert copied.memory_bytes <= allocated.peak < 0.5 * whole
     assert copied.memory_bytes < 0.3 * whole
 
 
@@ -211,9 +213,7 @@ def test_the_copy_is_made_once_per_target_and_again_when_weights_change(monkeypa
     assert len(calls) == 1
     with torch.no_grad():
         model.lm_head.weight.mul_(-1)
-    output = plain(
-        model, **prompt(1), assistant_strategy=QuantizedSelf(scheme=INT8), return_dict_in_generate=True
-    )
+    output = plain(model, **prompt(1), assistant_strategy=QuantizedSelf(scheme=INT8), return_dict_in_generate=True)
     assert len(calls) == 2
     assert output.speculation.draft_acceptance_rate > 0.5
 
@@ -263,7 +263,7 @@ def test_half_precision(scheme, dtype):
     assert output.speculation.num_accepted_draft_tokens > 0
 
 
-@pytest.mark.parametrize(("costs", "chosen"), [((0.5, 0.4), INT4), ((0.4, 0.5), INT8), ((0.5, 0.49), INT8)])
+@pytest.mark.parametrize(("costs", "chosen"), [((0.5, 0.3), INT4), ((0.4, 0.5), INT8), ((0.5, 0.49), INT8)])
 def test_auto_weighs_speed_against_agreement(monkeypatch, costs, chosen):
     """The 4-bit copy overlaps less with the model: it must be faster by more than that costs."""
     model = tiny()
@@ -322,16 +322,38 @@ def gpu_without_kernels(model, monkeypatch):
     return model
 
 
+def with_a_lock(model):
+    """Something is attached that cannot be copied."""
+    model.model.layers[0].lock = threading.Lock()
+    return model
+
+
+def marked_as_quantised(model):
+    """What transformers sets when it has loaded quantised weights."""
+    model.is_quantized = True
+    return model
+
+
 @pytest.mark.parametrize(
     ("target", "scheme", "reason"),
     [
         (lambda _: hf_specdec.enable(tiny().double()), "auto", "float32, bfloat16 or float16"),
-        (lambda _: resized(hidden_size=24, intermediate_size=40, num_attention_heads=2), INT4, "outputs of 16 at 4 bits"),
-        (lambda _: resized(hidden_size=40, intermediate_size=40, num_attention_heads=2), "auto", "multiples of 16"),
-        (lambda _: hf_specdec.enable(cpu_offload(tiny())), INT8, "offloaded"),
+        (
+            lambda _: resized(hidden_size=24, intermediate_size=40, num_attention_heads=2),
+            INT4,
+            "outputs of 16 at 4 bits",
+        ),
+        (
+            lambda _: resized(hidden_size=40, intermediate_size=40, num_attention_heads=1, num_key_value_heads=1),
+            "auto",
+            "multiples of 16",
+        ),
+        (lambda _: hf_specdec.enable(cpu_offload(tiny())), "auto", "offloaded"),
+        (lambda _: marked_as_quantised(hf_specdec.enable(tiny())), INT8, "quantised already"),
+        (lambda _: with_a_lock(hf_specdec.enable(tiny())), "auto", "cannot be copied"),
         (lambda patch: gpu_without_kernels(hf_specdec.enable(tiny()), patch), INT8, "no 8-bit kernel"),
     ],
-    ids=["float64", "odd_for_4_bits", "odd_shapes", "offloaded", "no_kernel"],
+    ids=["float64", "odd_for_4_bits", "odd_shapes", "offloaded", "quantised", "lock", "no_kernel"],
 )
 def test_a_target_that_cannot_be_quantised_is_refused(monkeypatch, target, scheme, reason):
     model = target(monkeypatch)

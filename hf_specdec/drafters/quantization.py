@@ -1,7 +1,7 @@
 """Weight-only quantised layers, and a copy of a model that has them and shares all other tensors with it.
 
-The copy's own memory is the quantised weights. It is made layer by layer, a few thousand rows at a time, kept per model
-by a weak reference, and made anew when the model's weights have changed.
+The copy's own memory is the quantised weights. It is made layer by layer, a few thousand rows at a time, kept per
+model by a weak reference, and made anew when the model's weights have changed.
 """
 
 import copy
@@ -38,8 +38,9 @@ class QuantizedLinear(nn.Module):
     """
 
     bits: ClassVar[int]
+    bias: torch.Tensor | None
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: Any):
         super().__init__()
         self.__dict__["weight"] = layer.weight
         self.bias = layer.bias
@@ -199,39 +200,42 @@ def version(weight: torch.Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
-def plain_weight(layer: nn.Module) -> torch.Tensor:
+def plain_weight(layer: Any) -> torch.Tensor:
     """A layer's weight as `(outputs, inputs)`."""
     return layer.weight.detach().t() if isinstance(layer, Conv1D) else layer.weight.detach()
 
 
-def plain_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The linear layers of the decoder and the output layer, without subclasses and without weights that are sharded,
-    offloaded, or quantised already."""
+def plain_layers(model: PreTrainedModel) -> list[Any]:
+    """The linear layers of the decoder and the output layer, subclasses and sharded weights left out.
+
+    Raises:
+        SpecDecError: the model is offloaded or quantised, or has no such layer.
+    """
     modules = dict.fromkeys(model.get_decoder().modules())
     if (output := model.get_output_embeddings()) is not None:
         modules[output] = None
-    return [
+    layers = [
         each
         for each in modules
         if type(each) in (nn.Linear, Conv1D)
         and type(each.weight) is nn.Parameter
-        and each.weight.device.type != "meta"
         and each.weight.dtype in DTYPES
         and each.weight.numel()
     ]
+    offloaded = any(each.device.type == "meta" for each in model.parameters())
+    if not layers or offloaded or getattr(model, "is_quantized", False):
+        raise SpecDecError(
+            f"{type(model).__name__} has no linear layer that can be quantised: they must lie in memory as plain "
+            "float32, bfloat16 or float16 weights, not offloaded, sharded or quantised already. Give a model that is "
+            'quantised, QuantizedSelf(model=...), or use assistant_strategy="suffix".'
+        )
+    return layers
 
 
 def make_copy(model: PreTrainedModel, scheme: str) -> QuantizedCopy:
     """A copy of the model under this scheme."""
-    layers = plain_layers(model)
-    if not layers:
-        raise SpecDecError(
-            f"{type(model).__name__} has no linear layer that can be quantised: they must lie in memory as plain "
-            f"float32, bfloat16 or float16 weights, not offloaded, sharded or quantised already. Give a model that is "
-            'quantised, QuantizedSelf(model=...), or use assistant_strategy="suffix".'
-        )
-    made: dict[nn.Module, QuantizedLinear] = {}
-    for layer in layers:
+    made: dict[Any, QuantizedLinear] = {}
+    for layer in plain_layers(model):
         shape = plain_weight(layer).shape
         kinds = SCHEMES[scheme] if layer is not model.get_output_embeddings() else (Int8Linear,)
         kind = next((each for each in kinds if each.fits(*shape)), None)
@@ -277,7 +281,13 @@ def shared_copy(model: PreTrainedModel, replaced: Mapping[nn.Module, nn.Module])
             elif "_hooks" in name and isinstance(value, dict):
                 memo[id(value)] = type(value)()
     memo |= {id(old): new for old, new in replaced.items()}
-    copied: PreTrainedModel = copy.deepcopy(model, memo)
+    try:
+        copied: PreTrainedModel = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise SpecDecError(
+            f"{type(model).__name__} cannot be copied, since something that was attached to it cannot ({error}). Take "
+            "that off, or give QuantizedSelf(model=...) a quantised model."
+        ) from error
     for module in copied.modules():
         if isinstance(vars(module).get("forward"), types.FunctionType):
             del module.forward
@@ -286,6 +296,7 @@ def shared_copy(model: PreTrainedModel, replaced: Mapping[nn.Module, nn.Module])
 
 def choose(model: PreTrainedModel, ids: torch.Tensor) -> QuantizedCopy:
     """The copy with the largest expected gain, each tried against the model itself on these ids."""
+    plain_layers(model)  # is there anything to choose for?
     plain = shared_copy(model, {})  # the model without its hooks
     law, seconds = try_out(plain, ids)
     best: QuantizedCopy | None = None

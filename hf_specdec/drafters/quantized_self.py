@@ -54,8 +54,8 @@ class QuantizedSelf(DraftStrategy):
             raise unknown_name("scheme of quantized_self:", self.scheme, ("auto", *SCHEMES))
         if self.model is not None and not isinstance(self.model, PreTrainedModel):
             raise SpecDecError(
-                f"QuantizedSelf(model={type(self.model).__name__}) is no PreTrainedModel; pass the target in quantised "
-                "form, or leave it out to have a copy made."
+                f"QuantizedSelf(model={type(self.model).__name__}) is no PreTrainedModel; pass the target in "
+                "quantised form, or leave it out to have a copy made."
             )
         if self.model is not None and self.scheme != "auto":
             raise SpecDecError(
@@ -66,8 +66,8 @@ class QuantizedSelf(DraftStrategy):
         """The drafter. Raises `SpecDecError` when the target cannot be quantised, or the user's model is another."""
         if request.extras.get("synced_gpus") and getattr(target.model, "_is_fsdp_managed_module", False):
             raise SpecDecError(
-                "The weights of a model sharded over processes cannot be quantised, and a copy of it would need as many "
-                'forwards on each of them; use assistant_strategy="suffix".'
+                "The weights of a model sharded over processes cannot be quantised, and a copy of it would need as "
+                'many forwards on each of them; use assistant_strategy="suffix".'
             )
         if self.model is not None:
             check_twin(target.model, self.model)
@@ -138,7 +138,7 @@ class QuantizedDrafter(ModelDrafter):
 
 
 def sample_ids(request: Any, device: torch.device) -> torch.Tensor:
-    """The last tokens of the longest prompt of the call, shape `(L,)`; the first of the vocabulary without a prompt."""
+    """The last tokens of the longest prompt of the call, shape `(L,)`; without a prompt the vocabulary's first."""
     ids, mask = request.input_ids, request.model_kwargs.get("attention_mask")
     if ids.shape[1]:
         real = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask
