@@ -342,7 +342,6 @@ class Target(SlotModel):
         self._part_modules += part.modules
         return part
 
-
     def verify(self, tree: DraftTree, lengths: Sequence[int]) -> TargetOutput:
         """One forward over all nodes of all rows; where a part of the model drafted them, what it left to be done."""
         part, self.drafted_with = self.drafted_with, None

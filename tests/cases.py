@@ -23,13 +23,14 @@ from transformers import LlamaForCausalLM, LogitsProcessor, PreTrainedModel, Pre
 from transformers.generation.streamers import BaseStreamer
 
 import hf_specdec
-from hf_specdec.drafters import DraftModel, LayerSkip, PromptLookup, Recycling, Suffix
+from hf_specdec.drafters import DraftModel, LayerSkip, PromptLookup, QuantizedSelf, Suffix
 from hf_specdec.drafters.base import DraftStrategy
 
 SEED = 7
 NEW_TOKENS = 24
 STRATEGIES = (
-    "oracle-0", "oracle-0.3", "oracle-1", "tree-0.3", "prompt_lookup", "suffix", "recycling", "draft_model", "layer_skip"
+    "oracle-0", "oracle-0.3", "oracle-1", "tree-0.3", "prompt_lookup", "suffix", "draft_model", "layer_skip",
+    "quantized_self",
 )  # fmt: skip
 ORACLES = STRATEGIES[:3]
 SOME = ("oracle-0.3", "tree-0.3", "prompt_lookup", "draft_model")
@@ -105,9 +106,9 @@ def strategy(name: str, texts: Sequence[Sequence[int]] = ()) -> DraftStrategy:
 MAKERS: dict[str, Callable[[], DraftStrategy]] = {
     "prompt_lookup": lambda: PromptLookup(max_ngram=3, min_ngram=1),
     "suffix": Suffix,
-    "recycling": Recycling,
     "draft_model": lambda: DraftModel(draft_model()),
     "layer_skip": lambda: LayerSkip(exit_layer=1),
+    "quantized_self": lambda: QuantizedSelf(scheme="int4_weight_only"),
 }
 
 

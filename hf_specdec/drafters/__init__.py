@@ -6,6 +6,7 @@ from .combined import Cascade, Free, Merge
 from .draft_model import DraftModel, frequent_tokens
 from .layer_skip import LayerSkip
 from .prompt_lookup import PromptLookup
+from .quantized_self import QuantizedSelf
 from .recycling import Recycling, RecyclingMemory
 from .suffix import Suffix, SuffixMemory
 
@@ -16,9 +17,10 @@ __all__ = [
     "DraftStrategy",
     "Drafter",
     "Free",
-    "Merge",
     "LayerSkip",
+    "Merge",
     "PromptLookup",
+    "QuantizedSelf",
     "Recycling",
     "RecyclingMemory",
     "Suffix",
