@@ -126,8 +126,8 @@ class Request:
     ) -> tuple[torch.Tensor, Acceptance]:
         """Processed scores of every node, shape `(B, N, V)`, and what the verifier makes of them."""
         scores = logits.to(state.device)
-        if self._choices is not None and not self.sampling and not len(self.processors):
-            return scores, follow(tree, self._choices.to(state.device))  # as all rules do when greedy
+        if self._choices is not None and self.verifier.lossless and not self.sampling and not len(self.processors):
+            return scores, follow(tree, self._choices.to(state.device))  # as every lossless rule does when greedy
         if len(self.processors):
             scores = self.processors.process(scores, tree.tokens.tolist(), tree.parents.tolist(), state)
         noise = None

@@ -38,11 +38,10 @@ def test_two_tokens_are_asked_before_one():
 def test_the_most_probable_paths_of_the_table_are_drafted():
     memory = table(((5, 1), ((2, 0.6), (3, 0.3), (4, 0.1))), ((1, 2), ((7, 0.5), (8, 0.4))), ((1, 3), ((9, 1.0),)))
     tree = propose(memory, [[5, 1]])
-    assert tree.tokens.tolist() == [[1, 2, 7, 3, 8, 9]]
-    assert tree.parents.tolist() == [[-1, 0, 1, 0, 1, 3]]
-    trusted = [1.0, 0.6, 0.6 * 0.5 * TRUST, 0.3, 0.6 * 0.4 * TRUST, 0.3 * TRUST]
-    expected = torch.tensor([[value if not node else value * TRUST for node, value in enumerate(trusted)]])
-    torch.testing.assert_close(tree.values, expected)
+    assert tree.tokens.tolist() == [[1, 2, 3, 7, 9, 8]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 2, 1]]
+    believed = [0.6, 0.3, 0.6 * 0.5 * TRUST, 0.3 * TRUST, 0.6 * 0.4 * TRUST]
+    torch.testing.assert_close(tree.values, torch.tensor([[1.0, *(value * TRUST for value in believed)]]))
     assert not tree.sampled.any() and tree.probs is None
 
 
@@ -75,6 +74,14 @@ def test_a_call_learns_from_the_prompt_and_from_every_forward():
         last[tuple(ids[0, place - 1 : place + 1].tolist())] = top.indices[place].tolist()
     for context, expected in last.items():
         assert [token for token, _ in memory.followers(context)] == expected
+
+
+def test_a_lossy_verifier_keeps_its_rule_when_greedy():
+    """Everything that the table proposes is accepted at threshold 0, also where the target's choice is known."""
+    config = SpecDecConfig(strategy="recycling", verifier="threshold", verifier_options={"threshold": 0})
+    call = {**prompt(1), "do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True}
+    stats = spec_model().generate(**call, assistant_strategy=config).speculation
+    assert stats.num_draft_tokens > 0 and stats.draft_acceptance_rate == 1.0
 
 
 def test_left_padding_teaches_nothing():
@@ -126,7 +133,7 @@ def test_save_load_and_pickle(tmp_path):
 def test_a_file_that_is_no_memory_is_refused(tmp_path, content):
     path = tmp_path / "table.json"
     path.write_text(content)
-    with pytest.raises(SpecDecError, match="RecyclingMemory.save"):
+    with pytest.raises(SpecDecError, match="RecyclingMemory"):
         Recycling(memory=str(path))
 
 
