@@ -1,7 +1,7 @@
 """Measure draft strategies on a model: acceptance, wall clock, quality and losslessness.
 
-`run_bench` measures, `verify` checks, `plan` forecasts; `expected_tokens`, `compute_speedup` and `find_optimal_length`
-are the formulas.
+`run_bench` measures, `verify` checks, `plan` and `plan_tree` forecast; `expected_tokens`, `compute_speedup` and
+`find_optimal_length` are the formulas.
 """
 
 from .bench import run_bench
@@ -11,6 +11,7 @@ from .length_plan import load_run, plan
 from .lossless import Verdict, verify
 from .planning import compute_speedup, expected_tokens, find_optimal_length
 from .task import Sample, Task, load_samples, load_task, task_names
+from .tree_plan import measure_acceptance, plan_tree
 
 __all__ = [
     "CostCurve",
@@ -24,8 +25,10 @@ __all__ = [
     "load_run",
     "load_samples",
     "load_task",
+    "measure_acceptance",
     "measure_costs",
     "plan",
+    "plan_tree",
     "run_bench",
     "task_names",
     "verify",

@@ -7,7 +7,7 @@ import typer
 from accelerate import PartialState
 from rich.console import Console
 
-from hf_specdec import SpecDecConfig, SpecDecError
+from hf_specdec import SpecDecConfig, SpecDecError, optimal_template
 
 from .bench import load_target
 from .config import DTYPES, RunConfig, parse_strategy
@@ -16,6 +16,7 @@ from .lossless import verify
 from .run import app as bench_app
 from .run import clean_errors
 from .task import load_samples, load_task
+from .tree_plan import DEFAULT_DEPTH, DEFAULT_NODES, builtin_prompts, measure_acceptance, plan_tree
 
 VERIFY_PROMPTS = 6
 
@@ -78,7 +79,11 @@ def plan_command(
     model: Model,
     strategy: Annotated[str, typer.Option(help="Whose drafts; as in `hf-specdec bench`.")],
     acceptance: Annotated[
-        str | None, typer.Option(help="Probability that a draft token is accepted, or one per position: 0.8,0.7,0.6.")
+        str | None,
+        typer.Option(
+            help="Probability that a draft token is accepted, or one per position: 0.8,0.7,0.6. With --tree, one per "
+            "candidate at the same place, the likeliest first: 0.6,0.2,0.1."
+        ),
     ] = None,
     results: Annotated[
         str | None, typer.Option(help="A results.json, or its directory, in place of --acceptance.")
@@ -86,8 +91,15 @@ def plan_command(
     label: Annotated[
         str | None, typer.Option(help="Which method of the results. Default: the longest drafts.")
     ] = None,
+    tree: Annotated[
+        bool,
+        typer.Option("--tree", help="Plan a tree. Without --acceptance, it is measured on prompts of the package."),
+    ] = False,
+    nodes: Annotated[
+        int | None, typer.Option(help=f"Most nodes of a tree, the last token included. Default: {DEFAULT_NODES}.")
+    ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Longest draft. Default: 16, or as many as --acceptance.")
+        int | None, typer.Option(help="Longest draft, or path of a tree. Default: 16, or as many as --acceptance.")
     ] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of context that costs are measured at.")] = None,
     dtype: Dtype = "auto",
@@ -95,18 +107,47 @@ def plan_command(
     device_map: DeviceMap = None,
     attention: Attention = None,
 ) -> None:
-    """Measure the costs of this machine, and print the expected speed-up for each draft length."""
+    """Measure the costs of this machine, and print the expected speed-up for each draft length, or the best tree."""
     with clean_errors():
-        if (acceptance is None) == (results is None):
-            raise SpecDecError("Give one of --acceptance and --results, for how often drafts are accepted.")
         if label is not None and results is None:
             raise SpecDecError("--label names a method of --results; give that as well.")
         config = SpecDecConfig(**parse_strategy(strategy).config)
         rates = None if acceptance is None else parse_rates(acceptance)
+        loading = target_config(model, dtype, revision, device_map, attention)
+        if tree:
+            if results is not None:
+                raise SpecDecError("--results tells nothing about candidates at the same place; drop it, or --tree.")
+            print_tree(loading, config, rates, nodes or DEFAULT_NODES, max_length or DEFAULT_DEPTH, context)
+            return
+        if nodes is not None:
+            raise SpecDecError("--nodes is the size of a tree; give --tree as well, or --max-length alone.")
+        if (acceptance is None) == (results is None):
+            raise SpecDecError("Give one of --acceptance and --results, for how often drafts are accepted.")
         known = rates if rates is not None else load_run(str(results), config, label)
         longest = (len(rates) if isinstance(rates, list) else 16) if max_length is None else max_length
-        loading = target_config(model, dtype, revision, device_map, attention)
         plan(load_target(loading, device())[0], config, known, longest, context)
+
+
+def print_tree(
+    loading: RunConfig,
+    config: SpecDecConfig,
+    rates: float | list[float] | None,
+    nodes: int,
+    depth: int,
+    context: int | None,
+) -> None:
+    """The best tree for an acceptance by rank, which is measured where none is given."""
+    by_rank = rates if isinstance(rates, list) or rates is None else [rates]
+    optimal_template(by_rank or [], nodes, depth)  # refuses what is none before a model is loaded
+    target, tokenizer = load_target(loading, device())
+    console = Console(highlight=False)
+    if by_rank is None:
+        with Console(stderr=True).status("Measuring acceptance ..."):
+            counts = measure_acceptance(target, config, builtin_prompts(tokenizer))
+        by_rank = counts.acceptance_by_rank()
+        shown = ", ".join(f"{each:.3f}" for each in by_rank)
+        console.print(f"Accepted by rank, at {counts.nodes} nodes that had candidates: {shown}")
+    plan_tree(target, config, by_rank, nodes, depth, context, console)
 
 
 def parse_rates(text: str) -> float | list[float]:

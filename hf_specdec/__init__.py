@@ -8,6 +8,8 @@ from .drafters import (
     DraftModel,
     DraftStrategy,
     Free,
+    Lookahead,
+    LookaheadMemory,
     Merge,
     PromptLookup,
     Recycling,
@@ -23,6 +25,7 @@ from .generate import speculative_generate
 from .mixin import SpeculativeGenerationMixin, enable
 from .state import DecodeView, Plan
 from .stats import RowStats, SpeculationStats, SpeculativeOutput, StepRecord
+from .templates import TreeTemplate, fastest_template, optimal_template, template
 from .tree import DraftTree
 from .verify import VERIFIERS
 
@@ -37,6 +40,8 @@ __all__ = [
     "DraftTree",
     "Drafter",
     "Free",
+    "Lookahead",
+    "LookaheadMemory",
     "Merge",
     "Plan",
     "PromptLookup",
@@ -51,12 +56,16 @@ __all__ = [
     "StepRecord",
     "Suffix",
     "SuffixMemory",
+    "TreeTemplate",
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "enable",
+    "fastest_template",
     "frequent_tokens",
     "known_strategies",
+    "optimal_template",
     "register_strategy",
     "speculative_generate",
+    "template",
     "unknown_name",
 ]

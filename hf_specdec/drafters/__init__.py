@@ -4,6 +4,7 @@ from .adapter import CandidateAdapter
 from .base import Drafter, DraftStrategy, known_strategies, register_strategy
 from .combined import Cascade, Free, Merge
 from .draft_model import DraftModel, frequent_tokens
+from .lookahead import Lookahead, LookaheadMemory
 from .prompt_lookup import PromptLookup
 from .recycling import Recycling, RecyclingMemory
 from .suffix import Suffix, SuffixMemory
@@ -15,6 +16,8 @@ __all__ = [
     "DraftStrategy",
     "Drafter",
     "Free",
+    "Lookahead",
+    "LookaheadMemory",
     "Merge",
     "PromptLookup",
     "Recycling",
