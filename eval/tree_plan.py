@@ -100,14 +100,15 @@ class Recorded(DraftStrategy):
 
 
 class RecordingDrafter(Drafter):
-    """Hands everything on, and counts. The last round of a row that leaves is not counted."""
+    """Hands everything on. A round is counted when the next one begins or the call ends."""
 
     def __init__(self, inner: Drafter, counts: RankCounts):
         self.top_tokens = inner.top_tokens
         self._inner = inner
         self._counts = counts
         self._tree: DraftTree | None = None
-        self._places: list[int] = []
+        self._texts: list[tuple[Sequence[int], int]] = []
+        """Tokens of each row, the view's own list, which grows in place, and how many they were."""
 
     def start(self, view: DecodeView) -> None:
         """Start the drafter."""
@@ -115,29 +116,32 @@ class RecordingDrafter(Drafter):
 
     def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
         """Its tree."""
+        self._count()
+        self._texts = [(view.tokens(row), len(view.tokens(row))) for row in range(view.rows)]
         self._tree = self._inner.propose(view, plan)
-        self._places = list(range(view.rows))
         return self._tree
+
+    def _count(self) -> None:
+        if self._tree is not None:
+            for row, (tokens, length) in enumerate(self._texts):
+                self._counts.count(self._tree, row, tokens[length:])
+        self._tree = None
 
     def learn(self, view: DecodeView, tree: DraftTree, tokens: torch.Tensor, probs: torch.Tensor) -> None:
         """Let it learn."""
         self._inner.learn(view, tree, tokens, probs)
 
     def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:
-        """Count what was accepted of the tree."""
-        if self._tree is not None:
-            for row, tokens in zip(self._places, emitted):
-                self._counts.count(self._tree, row, tokens)
-        self._tree = None
+        """Let it see what was emitted."""
         self._inner.observe(view, emitted)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay."""
-        self._places = [self._places[row] for row in rows] if self._places else []
         self._inner.keep(rows)
 
     def finish(self) -> None:
         """The call has ended."""
+        self._count()
         self._inner.finish()
 
 

@@ -59,9 +59,8 @@ def test_measuring_leaves_the_text_alone_and_counts_what_the_statistics_count() 
         output = model.generate(
             **inputs, max_new_tokens=40, do_sample=False, assistant_strategy=config, return_dict_in_generate=True
         )
-        # the last round, after which the row leaves, is not counted
-        missed = output.speculation.num_accepted_draft_tokens - sum(counts.accepted.values())
-        assert 0 <= missed <= config.plan().depth and counts.accepted
+        assert sum(counts.accepted.values()) == output.speculation.num_accepted_draft_tokens > 0
+        assert counts.nodes >= output.speculation.num_spec_steps / 2
 
 
 def test_the_choice_weighs_tokens_against_time() -> None:

@@ -27,7 +27,7 @@ BIG = Plan(20, 20, 200)
 SETTINGS = {
     "default": SpecDecConfig(Lookahead()),
     "pool alone": SpecDecConfig(Lookahead(window=0)),
-    "the paper's": SpecDecConfig(Lookahead(window=7, ngram=5, guesses=7), max_draft_tokens=55),
+    "the authors'": SpecDecConfig(Lookahead(window=7, ngram=5, guesses=7), max_draft_tokens=55),
     "bigrams": SpecDecConfig(Lookahead(ngram=2)),
     "one column": SpecDecConfig(Lookahead(window=1, ngram=3)),
     "chains": SpecDecConfig(Lookahead(), max_width=1),

@@ -119,8 +119,8 @@ class Lookahead(DraftStrategy):
     """Verifies n-grams that the target predicted in a window beside the text (lookahead decoding, arXiv:2402.02057).
 
     A round has up to `guesses * (ngram - 1)` nodes of guesses and `window * (ngram - 1) - 1` of the window: 29 by
-    default, which fits the 32 tokens of a default round of one row. The paper's 7, 5 and 7 make 55. Guesses go first:
-    where the round is smaller, the window runs with fewer columns or not at all.
+    default, which fits the 32 tokens of a default round of one row. The authors' example of 7, 5 and 7 makes 55.
+    Guesses go first: where the round is smaller, the window runs with fewer columns or not at all.
 
     Args:
         window: columns of the window, the paper's W; 0 learns n-grams from the text alone.
