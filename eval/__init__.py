@@ -1,6 +1,6 @@
 """Measure draft strategies on a model: acceptance, wall clock, quality and losslessness.
 
-`run_bench` measures, `verify` checks, `plan` and `plan_layers` forecast; `expected_tokens`, `compute_speedup` and
+`run_bench` measures, `verify` checks, `plan`, `plan_tree` and `plan_layers` forecast; `expected_tokens`, `compute_speedup` and
 `find_optimal_length` are the formulas.
 """
 
@@ -12,6 +12,7 @@ from .length_plan import load_run, plan
 from .lossless import Verdict, verify
 from .planning import compute_speedup, expected_tokens, find_optimal_length
 from .task import Sample, Task, load_samples, load_task, task_names
+from .tree_plan import measure_acceptance, plan_tree
 
 __all__ = [
     "CostCurve",
@@ -26,9 +27,11 @@ __all__ = [
     "load_run",
     "load_samples",
     "load_task",
+    "measure_acceptance",
     "measure_costs",
     "plan",
     "plan_layers",
+    "plan_tree",
     "run_bench",
     "task_names",
     "verify",

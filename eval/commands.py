@@ -10,7 +10,7 @@ import yaml
 from accelerate import PartialState
 from rich.console import Console
 
-from hf_specdec import SpecDecConfig, SpecDecError
+from hf_specdec import SpecDecConfig, SpecDecError, optimal_template
 
 from .bench import load_target
 from .config import DTYPES, RunConfig, parse_strategy
@@ -21,6 +21,7 @@ from .measure import prompt_ids
 from .run import app as bench_app
 from .run import clean_errors
 from .task import Sample, load_samples, load_task
+from .tree_plan import DEFAULT_DEPTH, DEFAULT_NODES, builtin_prompts, measure_acceptance, plan_tree
 
 VERIFY_PROMPTS = 6
 PLAN_PROMPTS = 6
@@ -84,7 +85,11 @@ def plan_command(
     model: Model,
     strategy: Annotated[str | None, typer.Option(help="Whose drafts; as in `hf-specdec bench`.")] = None,
     acceptance: Annotated[
-        str | None, typer.Option(help="Probability that a draft token is accepted, or one per position: 0.8,0.7,0.6.")
+        str | None,
+        typer.Option(
+            help="Probability that a draft token is accepted, or one per position: 0.8,0.7,0.6. With --tree, one per "
+            "candidate at the same place, the likeliest first: 0.6,0.2,0.1."
+        ),
     ] = None,
     results: Annotated[
         str | None, typer.Option(help="A results.json, or its directory, in place of --acceptance.")
@@ -92,8 +97,18 @@ def plan_command(
     label: Annotated[
         str | None, typer.Option(help="Which method of the results. Default: the longest drafts.")
     ] = None,
+    tree: Annotated[
+        bool,
+        typer.Option("--tree", help="Plan a tree. Without --acceptance, it is measured on prompts of the package."),
+    ] = False,
+    nodes: Annotated[
+        int | None, typer.Option(help=f"Most nodes of a tree, the last token included. Default: {DEFAULT_NODES}.")
+    ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Longest draft. Default: 16, or as many as --acceptance; 8 with --layers.")
+        int | None,
+        typer.Option(
+            help="Longest draft, or path of a tree. Default: 16, or as many as --acceptance; 8 with --layers."
+        ),
     ] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of context that costs are measured at.")] = None,
     layers: Annotated[
@@ -110,11 +125,11 @@ def plan_command(
     device_map: DeviceMap = None,
     attention: Attention = None,
 ) -> None:
-    """Measure this machine's costs, and print the expected speed-up for each draft length, or part of the model."""
+    """Measure this machine's costs, and print the expected speed-up for each draft length, or the best tree or layers."""
     with clean_errors():
         if layers:
-            others = {"--strategy": strategy, "--acceptance": acceptance, "--results": results}
-            refuse_options({**others, "--label": label, "--context": context}, layers)
+            others = {"--strategy": strategy, "--acceptance": acceptance, "--results": results, "--nodes": nodes}
+            refuse_options({**others, "--label": label, "--context": context, "--tree": tree or None}, layers)
         else:
             refuse_options({"--prompt": prompt, "--budget": budget, "--save": save}, layers)
         loading = target_config(model, dtype, revision, device_map, attention)
@@ -123,12 +138,19 @@ def plan_command(
             return
         if strategy is None:
             raise SpecDecError("Give --strategy for the length of its drafts, or --layers for a part of the model.")
-        if (acceptance is None) == (results is None):
-            raise SpecDecError("Give one of --acceptance and --results, for how often drafts are accepted.")
         if label is not None and results is None:
             raise SpecDecError("--label names a method of --results; give that as well.")
         config = SpecDecConfig(**parse_strategy(strategy).config)
         rates = None if acceptance is None else parse_rates(acceptance)
+        if tree:
+            if results is not None:
+                raise SpecDecError("--results tells nothing about candidates at the same place; drop it, or --tree.")
+            print_tree(loading, config, rates, nodes or DEFAULT_NODES, max_length or DEFAULT_DEPTH, context)
+            return
+        if nodes is not None:
+            raise SpecDecError("--nodes is the size of a tree; give --tree as well, or --max-length alone.")
+        if (acceptance is None) == (results is None):
+            raise SpecDecError("Give one of --acceptance and --results, for how often drafts are accepted.")
         known = rates if rates is not None else load_run(str(results), config, label)
         longest = (len(rates) if isinstance(rates, list) else 16) if max_length is None else max_length
         plan(load_target(loading, device())[0], config, known, longest, context)
@@ -161,6 +183,28 @@ def best_layers(
         raise typer.Exit(1)
     Path(save).write_text(yaml.safe_dump(planned.best.config.to_dict(), sort_keys=False), encoding="utf-8")
     console.print(f"Saved to {save}: hf-specdec bench --strategy {save}", soft_wrap=True)
+
+
+def print_tree(
+    loading: RunConfig,
+    config: SpecDecConfig,
+    rates: float | list[float] | None,
+    nodes: int,
+    depth: int,
+    context: int | None,
+) -> None:
+    """The best tree for an acceptance by rank, which is measured where none is given."""
+    by_rank = rates if isinstance(rates, list) or rates is None else [rates]
+    optimal_template(by_rank or [], nodes, depth)  # refuses what is none before a model is loaded
+    target, tokenizer = load_target(loading, device())
+    console = Console(highlight=False)
+    if by_rank is None:
+        with Console(stderr=True).status("Measuring acceptance ..."):
+            counts = measure_acceptance(target, config, builtin_prompts(tokenizer))
+        by_rank = counts.acceptance_by_rank()
+        shown = ", ".join(f"{each:.3f}" for each in by_rank)
+        console.print(f"Accepted by rank, at {counts.nodes} nodes that had candidates: {shown}")
+    plan_tree(target, config, by_rank, nodes, depth, context, console)
 
 
 def parse_rates(text: str) -> float | list[float]:

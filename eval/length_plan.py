@@ -155,12 +155,14 @@ def plan(
             raise SpecDecError(f"context={context} was given, and the run brings the contexts of its calls; drop it.")
         low, high = np.quantile([each.context for each in acceptance.calls], (0.05, 0.95))
         sizes = sorted({len(each.agreed) for each in acceptance.calls} | {1})
-        costs = measure_costs(model, strategy, widths, sizes, _contexts(low, high), temperature=acceptance.temperature)
+        costs = measure_costs(
+            model, strategy, widths, sizes, spread_contexts(low, high), temperature=acceptance.temperature
+        )
         planned = LengthPlan(tuple(forecast(acceptance.calls, each, costs.at) for each in lengths), acceptance.longest)
     else:
         expected_tokens(acceptance, max_length)  # refuses what is no probability before anything is timed
         middle = 512 if context is None else context
-        own = measure_costs(model, strategy, widths, contexts=_contexts(middle, middle)).at(1, middle)
+        own = measure_costs(model, strategy, widths, contexts=spread_contexts(middle, middle)).at(1, middle)
         step = (own.draft_seconds, own.verify_seconds, own.plain_seconds, own.overhead_seconds)
         planned = LengthPlan(
             tuple(
@@ -172,7 +174,7 @@ def plan(
     return planned
 
 
-def _contexts(low: float, high: float) -> list[int]:
+def spread_contexts(low: float, high: float) -> list[int]:
     """Two contexts to measure at, `APART` or more apart, around the same middle where there is room below."""
     if high - low < APART:
         low = max((low + high - APART) / 2, PLAIN_STEPS)

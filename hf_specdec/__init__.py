@@ -9,6 +9,8 @@ from .drafters import (
     DraftStrategy,
     Free,
     LayerSkip,
+    Lookahead,
+    LookaheadMemory,
     Merge,
     PromptLookup,
     QuantizedSelf,
@@ -25,6 +27,7 @@ from .generate import speculative_generate
 from .mixin import SpeculativeGenerationMixin, enable
 from .state import DecodeView, Plan
 from .stats import RowStats, SpeculationStats, SpeculativeOutput, StepRecord
+from .templates import TreeTemplate, fastest_template, optimal_template, template
 from .tree import DraftTree
 from .verify import VERIFIERS
 
@@ -40,6 +43,8 @@ __all__ = [
     "Drafter",
     "Free",
     "LayerSkip",
+    "Lookahead",
+    "LookaheadMemory",
     "Merge",
     "Plan",
     "PromptLookup",
@@ -55,12 +60,16 @@ __all__ = [
     "StepRecord",
     "Suffix",
     "SuffixMemory",
+    "TreeTemplate",
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "enable",
+    "fastest_template",
     "frequent_tokens",
     "known_strategies",
+    "optimal_template",
     "register_strategy",
     "speculative_generate",
+    "template",
     "unknown_name",
 ]

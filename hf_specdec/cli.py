@@ -317,7 +317,7 @@ def verify(context: typer.Context) -> None:
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def plan(context: typer.Context) -> None:
-    """Measure this machine's costs and tell the best draft length."""
+    """Measure this machine's costs and tell the best draft length, or the best tree."""
     pass_on(context, "plan")
 
 

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """From the bottom up. A module imports from its own layer and from those below it, never from above."""
 
 PLACES: dict[str, str] = {
+    "templates": "tree",
     "noise": "compat",
     "ends": "processing",
     "outputs": "state",

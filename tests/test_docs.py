@@ -1,10 +1,14 @@
 """Code in the documentation runs as it is printed."""
 
+import dataclasses
 import re
 from pathlib import Path
 
+import pytest
 import torch
+import transformers
 from conftest import prompt, tiny
+from text_models import CHAT_TEMPLATE, make_model, make_tokenizer
 
 import hf_specdec
 from hf_specdec.drafters import base
@@ -23,3 +27,29 @@ def test_the_strategy_of_the_architecture_page_drafts(monkeypatch):
     output = model.generate(**inputs, assistant_strategy=names["PhraseBook"](phrases), return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain)
     assert output.speculation.num_accepted_draft_tokens > 0
+
+
+PAGES = sorted((DOCS / "strategies").glob("*.md"), key=lambda page: page.name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_example_of_a_strategy_page_runs(page, monkeypatch, tmp_path, capsys):
+    """On a tiny model, so numbers differ from those printed there; the lines are the same."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
+    model = make_model(len(tokenizer), seed=1, layers=1)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name, dtype: model)
+    text = page.read_text()
+    for code, printed in re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL):
+        exec(compile(code, page.name, "exec"), {"__name__": page.stem})
+        assert re.sub(r"\d+", "#", capsys.readouterr().out) == re.sub(r"\d+", "#", printed)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_strategy_page_lists_every_option(page):
+    listed = {name for row in re.findall(r"^\| (`.*?) \|", page.read_text(), re.MULTILINE) for name in row.split(", ")}
+    strategy = hf_specdec.known_strategies()[page.stem]
+    options = {f"`{each.name}`" for each in dataclasses.fields(strategy) if each.init}
+    assert listed == options or page.stem == "free"

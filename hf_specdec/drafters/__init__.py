@@ -5,6 +5,7 @@ from .base import Drafter, DraftStrategy, known_strategies, register_strategy
 from .combined import Cascade, Free, Merge
 from .draft_model import DraftModel, frequent_tokens
 from .layer_skip import LayerSkip
+from .lookahead import Lookahead, LookaheadMemory
 from .prompt_lookup import PromptLookup
 from .quantized_self import QuantizedSelf
 from .recycling import Recycling, RecyclingMemory
@@ -18,6 +19,8 @@ __all__ = [
     "Drafter",
     "Free",
     "LayerSkip",
+    "Lookahead",
+    "LookaheadMemory",
     "Merge",
     "PromptLookup",
     "QuantizedSelf",
