@@ -92,7 +92,8 @@ def likeliest(scores: torch.Tensor) -> torch.Tensor:
 def most_likely(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` largest scores' places, best first, and their probabilities: shapes `(..., count)`.
 
-    On CPU in two levels, as in `likeliest`: the chunks with the largest maxima hold them all.
+    A count of 1 is `likeliest`, which breaks ties as `argmax`. On CPU in two levels, as there: the chunks with the
+    largest maxima hold them all.
 
     Args:
         scores: shape `(..., V)`, before softmax.
@@ -100,7 +101,10 @@ def most_likely(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
     size = scores.shape[-1]
     count = min(count, size)
     whole = size // CHUNK * CHUNK
-    if scores.device.type != "cpu" or whole < 2 * count * CHUNK:
+    if count == 1:
+        places = likeliest(scores).unsqueeze(-1)
+        best = scores.gather(-1, places)
+    elif scores.device.type != "cpu" or whole < 2 * count * CHUNK:
         best, places = scores.topk(count, -1)
     else:
         chunks = scores[..., :whole].unflatten(-1, (-1, CHUNK)).amax(-1).topk(count, -1).indices
