@@ -1,7 +1,7 @@
 """Measure draft strategies on a model: acceptance, wall clock, quality and losslessness.
 
-`run_bench` measures, `verify` checks, `plan`, `plan_tree` and `plan_layers` forecast; `expected_tokens`, `compute_speedup` and
-`find_optimal_length` are the formulas.
+`run_bench` measures, `verify` checks, `plan`, `plan_tree` and `plan_layers` forecast; `expected_tokens`,
+`compute_speedup` and `find_optimal_length` are the formulas.
 """
 
 from .bench import run_bench

@@ -125,7 +125,7 @@ def plan_command(
     device_map: DeviceMap = None,
     attention: Attention = None,
 ) -> None:
-    """Measure this machine's costs, and print the expected speed-up for each draft length, or the best tree or layers."""
+    """Measure this machine's costs, and print the speed-up to expect of each draft length, or the best tree or layers."""
     with clean_errors():
         if layers:
             others = {"--strategy": strategy, "--acceptance": acceptance, "--results": results, "--nodes": nodes}

@@ -32,7 +32,7 @@ class SpecDecConfig:
         verifier_options: settings of a verifier that has some.
         max_draft_tokens: most draft tokens per row and round, or None for the strategy's default, which is smaller
             while many rows decode: every row is padded to the largest draft of the round. 0 never drafts.
-        max_depth: longest path of a draft; None for the strategy's default, which is `max_draft_tokens` for most.
+        max_depth: longest path of a draft; None for `max_draft_tokens`, or what the strategy takes for trees.
         max_width: most draft tokens that may stand at the same place, so 1 drafts chains; None for the strategy's
             default, or 1 under a verifier that takes chains alone.
         schedule: policy for the draft length.
@@ -92,8 +92,8 @@ class SpecDecConfig:
     def plan(self, rows: int = 1) -> Plan:
         """The largest tree that a round with `rows` rows may have."""
         nodes = self.draft_tokens(rows)
-        depth = min(nodes, self.max_depth or self.resolved.default_depth or nodes)
         width = self.max_width or (self.resolved.default_width if self.bound_verifier.trees else 1)
+        depth = min(nodes, self.max_depth or (self.resolved.default_depth if width > 1 else None) or nodes)
         return Plan(depth, width, 1 + (depth if width == 1 else nodes))
 
     @classmethod

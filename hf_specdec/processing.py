@@ -94,7 +94,7 @@ class NodeProcessors:
             state: where node 0 is the last committed token of each row.
         """
         paths = [_node_paths(*own) for own in zip(tokens, parents, strict=True)]
-        return self._apply(logits, paths, state)
+        return self.process_nodes(logits, paths, state)
 
     def process_paths(self, logits: torch.Tensor, paths: Sequence[list[int]], state: DecodeState) -> torch.Tensor:
         """Scores after one path per row: `FloatTensor` of shape `(B, V)`, float32.
@@ -103,11 +103,17 @@ class NodeProcessors:
             logits: shape `(B, V)`; left as they are.
             paths: tokens after the last committed one, per row.
         """
-        return self._apply(logits.unsqueeze(1), [[path] for path in paths], state).squeeze(1)
+        return self.process_nodes(logits.unsqueeze(1), [[path] for path in paths], state).squeeze(1)
 
-    def _apply(
+    def process_nodes(
         self, logits: torch.Tensor, paths: Sequence[Sequence[list[int] | None]], state: DecodeState
     ) -> torch.Tensor:
+        """Scores of nodes that are given by their paths: `FloatTensor` of shape `(B, N, V)`, float32.
+
+        Args:
+            logits: shape `(B, N, V)`; left as they are.
+            paths: tokens after the last committed one down to each node, per row; None for a node that does not count.
+        """
         scores = logits.to(torch.float32, copy=True)
         passes = None
         for processor in self._processors:

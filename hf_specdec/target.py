@@ -51,19 +51,19 @@ def visible(
 def _visible(
     lengths: torch.Tensor, seen: torch.Tensor, window: int | None, chunk: int | None, slots: int
 ) -> torch.Tensor:
-    rows, size = seen.shape[:2]
+    """`visible` for the last N of M nodes: `seen` has the shape `(B, N, M)`."""
+    size, nodes = seen.shape[1:]
     base = (lengths - 1).unsqueeze(1)
-    slot = torch.arange(slots, device=lengths.device).expand(rows, -1)
+    slot = torch.arange(slots, device=lengths.device).expand(len(seen), -1)
     node = slot - base
-    committed = node < 0
-    scratch = seen.gather(2, node.clamp(0, size - 1).unsqueeze(1).expand(-1, size, -1))
-    mask = committed.unsqueeze(1) | (scratch & (node < size).unsqueeze(1))
+    committed = (node < 0).unsqueeze(1)
+    place = node.clamp(0, nodes - 1).unsqueeze(1).expand(-1, size, -1)
+    mask = committed | (seen.gather(2, place) & (node < nodes).unsqueeze(1))
     if window is None and chunk is None:
         return mask
-    depth = seen.sum(-1) - 1
-    query_index = (base + depth).unsqueeze(2)
-    node_index = base + depth.gather(1, node.clamp(0, size - 1))
-    key_index = torch.where(committed, slot, node_index).unsqueeze(1)
+    index = base.unsqueeze(2) + seen.cumsum(-1) - 1  # of the nodes that a node sees: they come in order of depth
+    query_index = index[..., -1:]
+    key_index = torch.where(committed, slot.unsqueeze(1), index.gather(2, place))
     if window is not None:
         mask = mask & (key_index > query_index - window)
     if chunk is not None:
@@ -139,11 +139,13 @@ class SlotModel:
         keep_last: bool = False,
         window: int | None = None,
     ) -> Any:
-        """One forward over a block of nodes; node j of row b is written to slot `lengths[b] - 1 + j`.
+        """One forward over the last N of M nodes; node j of row b is written to slot `lengths[b] - 1 + j`.
+
+        The first M - N nodes went through earlier forwards, with the same lengths.
 
         Args:
             tokens: `LongTensor` of shape `(B, N)`.
-            seen: `BoolTensor` of shape `(B, N, N)`: the nodes that each node sees, see `tree.ancestors`.
+            seen: `BoolTensor` of shape `(B, N, M)`: the nodes that each node sees, see `tree.ancestors`.
             lengths: committed tokens of each row, node 0 included.
             keep_last: only the last node's logits are wanted.
             window: token indices that have a position; nodes beyond get the last one, their output is not used.
@@ -151,9 +153,10 @@ class SlotModel:
         assert self.cache is not None
         device = tokens.device
         size = tokens.shape[1]
+        before = seen.shape[2] - size
         counted = torch.tensor(lengths, device=device)
-        nodes = torch.arange(size, device=device)
-        self.cache.begin((counted - 1).unsqueeze(1) + nodes, lengths, size, len(set(lengths)) == 1)
+        slots = (counted - 1).unsqueeze(1) + torch.arange(before, before + size, device=device)
+        self.cache.begin(slots, [length + before for length in lengths], size, len(set(lengths)) == 1)
         index = (counted - 1).unsqueeze(1) + seen.sum(-1) - 1
         if window is not None:
             index = index.clamp(max=window - 1)
@@ -180,6 +183,23 @@ class SlotModel:
                 mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill_(~mask, floor)
             masks[name] = mask
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def settle(self, paths: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Bring the K/V of accepted paths in place: the d-th node belongs at slot `root_slot + d`.
+
+        Args:
+            paths: `(row, root_slot, path)` for rows of the last verify pass; the path holds the accepted nodes below
+                the root, root side first.
+        """
+        assert self.cache is not None
+        moves = [
+            (row, root_slot + node, root_slot + depth)
+            for row, root_slot, path in paths
+            for depth, node in enumerate(path, start=1)
+            if node != depth
+        ]
+        if moves:
+            self.cache.move(*zip(*moves))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay."""
@@ -363,23 +383,6 @@ class Target(SlotModel):
             **{CACHE_NAME: self.cache},
             **rest,
         )
-
-    def settle(self, paths: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Bring the K/V of accepted paths in place: the d-th node belongs at slot `root_slot + d`.
-
-        Args:
-            paths: `(row, root_slot, path)` for rows of the last verify pass; the path holds the accepted nodes below
-                the root, root side first.
-        """
-        assert self.cache is not None
-        moves = [
-            (row, root_slot + node, root_slot + depth)
-            for row, root_slot, path in paths
-            for depth, node in enumerate(path, start=1)
-            if node != depth
-        ]
-        if moves:
-            self.cache.move(*zip(*moves))
 
     def idle(self) -> None:
         """A forward that means nothing, while other processes still step in lock-step."""

@@ -9,6 +9,7 @@ from cases import SEED, Way, compare, draft_model, forward_widths, plain_model, 
 from conftest import prompt
 from oracle import Oracle
 from test_cases_law import FAIL, PASS, draws, joint_law, p_value, small
+from test_draft_tree_laws import Wide
 from transformers import set_seed
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
@@ -190,6 +191,7 @@ STRATEGIES: dict[str, Any] = {
     "suffix": Suffix,
     "prompt_lookup": PromptLookup,
     "draft_model": lambda: DraftModel(draft_model()),
+    "draft_tree": lambda: Wide(draft_model()),
     "candidate_generator": lambda: CandidateAdapter(
         lambda input_ids: PromptLookupCandidateGenerator(num_output_tokens=3, max_length=100)
     ),

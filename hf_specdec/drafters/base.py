@@ -110,7 +110,7 @@ class DraftStrategy(ABC):
     Class attributes:
         name: the registered name.
         default_draft_tokens: draft tokens per round when the user gives no number.
-        default_depth: longest path of a draft by default; None for as many as there are draft tokens.
+        default_depth: longest path of a tree by default; None, as for chains, for as many as there are draft tokens.
         default_width: draft tokens at the same place by default.
         needs: one phrase for `hf-specdec strategies`.
         sampled: drafts may be drawn from a law (with a verifier that reads draft probabilities).

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from ..errors import SpecDecError
 from ..state import DecodeView, Plan
-from ..tree import DraftTree
-from ..verify import likeliest, sample_with
+from ..tree import DraftTree, keep_nodes
+from ..verify import likeliest
 from .bridge import RowText, bridge_between, common_prefix, lexicon
 from .draft_model import DraftModel, ModelDrafter
+from .drawing import ChainDraw
 
 MOST_STEPS = 4
 """Draft tokens per token of the plan, at most, where the draft's tokens are shorter."""
@@ -97,7 +98,7 @@ class BridgedDrafter(ModelDrafter):
             return DraftTree.from_chains(view.roots(), [[]] * view.rows, view.device)
         kept = [common_prefix(*each) for each in zip(self._held, texts, self._settled)]
         self._cached = [min(count, len(ids) - 1) for count, ids in zip(kept, texts)]
-        scores = self._catch_up(own)
+        scores = self._catch_up(own)[:, 0]
         if self._request.sampling:
             chosen, tree = self._drawn(view, own, scores, steps, within)
         else:
@@ -132,24 +133,22 @@ class BridgedDrafter(ModelDrafter):
         self, view: DecodeView, own: DecodeView, scores: torch.Tensor, depth: int, within: Sequence[bool]
     ) -> tuple[list[list[int]], DraftTree]:
         """Tokens drawn among those that both vocabularies have, with the target's noise where the verifier has it."""
-        noise = None
-        if self._request.verifier.uses_noise:
-            noise = self._request.noise_at(view, depth, scores).to(self._device)
+        draw = ChainDraw(self._request, view, Plan.chain(depth))
         chosen: list[torch.Tensor] = []
-        laws: list[torch.Tensor] = []
         for step in range(depth):
             if step:
-                scores = self._step(self._to_draft[chosen[-1]], own, step)
+                scores = self._step(chosen[-1], own, step)
             mapped = scores.new_full((view.rows, self._request.vocab_size), float("-inf"))
-            mapped = self._processed(mapped.index_copy_(1, self._targets, scores[:, self._drafts]), chosen, view)
-            if noise is None:
-                law = torch.softmax(mapped.float(), -1)
-                laws.append(torch.where(law.isnan(), 1 / law.shape[1], law))
-                chosen.append(torch.multinomial(laws[-1], 1).squeeze(1))
-            else:
-                chosen.append(sample_with(mapped, noise[:, step]).clamp(min=0))
-        tree = self._tree(view, chosen, laws, within)
-        return self._to_draft[torch.stack(chosen, 1)].tolist(), tree
+            token = draw.draw(mapped.index_copy_(1, self._targets, scores[:, self._drafts]))
+            chosen.append(self._to_draft[token.to(self._device)])
+        tree = draw.tree()
+        inside = torch.tensor(within, device=view.device).unsqueeze(1)
+        return torch.stack(chosen, 1).tolist(), keep_nodes(tree, inside.expand(-1, tree.size))
+
+    def _step(self, token: torch.Tensor, own: DecodeView, depth: int) -> torch.Tensor:
+        """Run the id at `depth` of each row's chain; the scores after it, shape `(B, V)`."""
+        seen = torch.ones(own.rows, 1, 1, dtype=torch.bool, device=self._device)
+        return self._forward(token.unsqueeze(1), seen, [length + depth for length in own.lengths()])[:, 0]
 
     def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:
         """Nothing: `propose` compares the grown text with what is in the cache."""

@@ -1,8 +1,9 @@
-"""A small model drafts, with a slot cache of its own and one lean forward per token.
+"""A small model drafts, with a slot cache of its own and one lean forward per level of the draft.
 
 Each position goes through the draft model once: what was accepted is already in its cache, the rest is caught up in
-the next round's first forward. Under `exact` the draft is drawn with the target's own noise, `argmax(q / e)`; under a
-verifier that reads draft probabilities it is drawn independently, and q goes along.
+the next round's first forward. Greedy, siblings are the most probable tokens. Sampling with the target's own noise e,
+they are the largest of q / e. Under a verifier that reads draft probabilities they are drawn independently of it,
+without replacement, and q goes along.
 """
 
 import json
@@ -23,8 +24,9 @@ from ..errors import SpecDecError
 from ..state import DecodeView, Plan
 from ..target import SlotModel
 from ..tree import DraftTree
-from ..verify import likeliest, sample_with
+from ..verify import likeliest, most_likely
 from .base import Drafter, DraftStrategy, register_strategy
+from .draft_tree import LevelTree
 from .vocabulary import other_tokenizers, trimmed_head
 
 _LOADED: dict[tuple[str, torch.dtype, str], PreTrainedModel] = {}
@@ -33,7 +35,10 @@ _LOADED: dict[tuple[str, torch.dtype, str], PreTrainedModel] = {}
 @register_strategy("draft_model")
 @dataclass(frozen=True, eq=False)
 class DraftModel(DraftStrategy):
-    """A smaller model drafts token by token; with another tokenizer than the target's, across a bridge of strings.
+    """A smaller model drafts, a chain by default; with another tokenizer than the target's, across a bridge of strings.
+
+    With `max_width` m above 1 it drafts a tree: m siblings per node, m nodes of a level that go on, a forward for each
+    of up to `max_depth` levels, and the best `max_draft_tokens` nodes of what it found.
 
     Args:
         model: the draft model, or a name or path for `AutoModelForCausalLM.from_pretrained`.
@@ -48,8 +53,10 @@ class DraftModel(DraftStrategy):
     vocabulary: Any = None
 
     default_draft_tokens: ClassVar[int] = 4
+    default_depth: ClassVar[int | None] = 4
     needs: ClassVar[str] = "a draft model; with another tokenizer than the target's, both tokenizers"
     sampled: ClassVar[bool] = True
+    trees: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.model, os.PathLike):
@@ -120,7 +127,7 @@ class ModelDrafter(Drafter):
             self._head = trimmed_head(model, load_vocabulary(strategy.vocabulary), request.vocab_size)
             self._slots.model = model.base_model
         self._cached: list[int] = []
-        self._drafted = 0
+        self._run: torch.Tensor | None = None
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
@@ -161,112 +168,136 @@ class ModelDrafter(Drafter):
         self._slots.prefill(outputs[CACHE_NAME], mask)
 
     def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
-        """A chain of `plan.depth` tokens for each row within the draft model's window."""
-        within = [self._fits(view, row, plan.depth) for row in range(view.rows)]
-        self._drafted = 0
+        """A tree within the plan for each row within the draft model's window."""
+        depth = min(plan.depth, plan.nodes - 1)
+        within = [self._fits(view, row, depth) for row in range(view.rows)]
+        self._run = None
         if not all(within):
             self._request.stats.note(
                 f"drafting stopped where a row passed the draft model's window of {self._window} tokens"
             )
         if not any(within):
             return DraftTree.from_chains(view.roots(), [[]] * view.rows, view.device)
+        tree = LevelTree(torch.tensor(view.roots(), device=self._device))
         scores = self._catch_up(view)
-        coupled = self._request.sampling and self._request.verifier.uses_noise
-        noise = self._request.noise_at(view, plan.depth, scores).to(self._device) if coupled else None
-        chosen: list[torch.Tensor] = []
-        laws: list[torch.Tensor] = []
-        for depth in range(plan.depth):
-            if depth:
-                scores = self._step(chosen[-1], view, depth)
-            scores = self._processed(scores, chosen, view)
-            if self._request.sampling and noise is None:
+        noise = self._noise(view, depth, scores)
+        for level in range(depth):
+            if level:
+                tokens = tree.descend(plan.width)
+                scores = self._forward(tokens, tree.seen, [length + 1 for length in view.lengths()])
+            scores = self._processed(scores, tree, view)
+            if self._request.sampling and self._request.verifier.uses_draft_probs:
                 law = torch.softmax(scores.float(), -1)
-                laws.append(torch.where(law.isnan(), 1 / law.shape[1], law))
-                chosen.append(torch.multinomial(laws[-1], 1).squeeze(1))
-            elif noise is not None:
-                chosen.append(sample_with(scores, noise[:, depth]).clamp(min=0))
+                law = torch.where(law.isnan(), 1 / law.shape[2], law)
+                tree.draw(law, plan.width, -(-(plan.nodes - tree.size) // (depth - level)))
             else:
-                chosen.append(self._argmax(scores))
-        self._drafted = plan.depth
-        return self._tree(view, chosen, laws, within)
+                if noise is not None:
+                    scores = scores.float() - noise[:, level].log().unsqueeze(1)
+                tree.widen(*self._likeliest(scores, plan.width))
+        fits = torch.tensor(within, device=self._device).unsqueeze(1)
+        self._run = tree.run.masked_fill(~fits.unsqueeze(2), -1)
+        best = tree.best(plan.nodes)
+        return DraftTree(
+            best.tokens.to(view.device),
+            best.parents.masked_fill(~fits, -1).to(view.device),
+            (best.sampled & fits).to(view.device),
+            None if best.probs is None else best.probs.to(view.device),
+            None if best.values is None else best.values.to(view.device),
+        )
 
-    def _tree(
-        self, view: DecodeView, chosen: list[torch.Tensor], laws: list[torch.Tensor], within: Sequence[bool]
-    ) -> DraftTree:
-        roots = torch.tensor(view.roots(), device=view.device).unsqueeze(1)
-        tokens = torch.cat([roots, torch.stack(chosen, 1).to(view.device)], 1)
-        parents = torch.arange(-1, len(chosen), device=view.device).repeat(view.rows, 1)
-        if not all(within):
-            parents[~torch.tensor(within, device=view.device)] = -1
-        drawn = (parents >= 0) & bool(laws)
-        probs = torch.stack([*laws, torch.zeros_like(laws[0])], 1).to(view.device) if laws else None
-        return DraftTree(tokens, parents, drawn, probs)
+    def _noise(self, view: DecodeView, depth: int, scores: torch.Tensor) -> torch.Tensor | None:
+        """What q is divided by at each level, shape `(B, depth, V)`; None where the most probable tokens are drafted
+        or an independent draw."""
+        if self._request.sampling and self._request.verifier.uses_noise:
+            noise: torch.Tensor = self._request.noise_at(view, depth, scores)
+            return noise.to(self._device)
+        return None
 
     def _catch_up(self, view: DecodeView) -> torch.Tensor:
-        """Run the tokens that are not in the cache yet; the scores after each row's last one, shape `(B, V)`."""
+        """Run the tokens that are not in the cache yet; the scores after each row's last one, shape `(B, 1, V)`."""
         pending = [list(view.tokens(row)[count:]) for row, count in enumerate(self._cached)]
-        width = max(map(len, pending))
+        counts = list(map(len, pending))
+        width = max(counts)
         tokens = torch.tensor([own + [own[-1]] * (width - len(own)) for own in pending], device=self._device)
         node = torch.arange(width, device=self._device)
-        counts = torch.tensor(list(map(len, pending)), device=self._device)
-        real = node < counts[:, None]
+        ends = torch.tensor(counts, device=self._device)
+        real = node < ends[:, None]
         seen = (node <= node[:, None]) & real.unsqueeze(2) & real.unsqueeze(1) | (node == node[:, None])
-        hidden = self._run(tokens, seen, [count + 1 for count in self._cached])
+        even = min(counts) == width
+        scores = self._forward(tokens, seen, [count + 1 for count in self._cached], keep_last=even)
         self._cached = view.lengths()
-        if hidden.shape[1] == 1:
-            return hidden[:, 0]
-        return hidden[torch.arange(len(pending), device=self._device), counts - 1]
+        return scores if even else scores[torch.arange(len(pending), device=self._device), ends - 1].unsqueeze(1)
 
-    def _step(self, token: torch.Tensor, view: DecodeView, depth: int) -> torch.Tensor:
-        """Run the token at `depth` of each row's chain; the scores after it, shape `(B, V)`."""
-        seen = torch.ones(view.rows, 1, 1, dtype=torch.bool, device=self._device)
-        return self._run(token.unsqueeze(1), seen, [length + depth for length in view.lengths()])[:, 0]
-
-    def _run(self, tokens: torch.Tensor, seen: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def _forward(
+        self, tokens: torch.Tensor, seen: torch.Tensor, lengths: Sequence[int], keep_last: bool = False
+    ) -> torch.Tensor:
+        """Scores after each node of a block or after the last one, see `SlotModel.run`; with a trimmed output layer,
+        of its ids."""
         tokens = tokens.clamp(max=self._readable - 1)
-        last = tokens.shape[1] == 1 or (len(set(lengths)) == 1 and bool(seen[:, -1, 0].all()))
         if self._head is None:
-            return self._slots.run(tokens, seen, lengths, keep_last=last, window=self._window).logits
+            return self._slots.run(tokens, seen, lengths, keep_last, self._window).logits
         hidden = self._slots.run(tokens, seen, lengths, window=self._window).last_hidden_state
         with self._slots.timed(forwards=0):
-            return self._head.logits(hidden[:, -1:] if last else hidden)
+            return self._head.logits(hidden[:, -1:] if keep_last else hidden)
 
-    def _argmax(self, scores: torch.Tensor) -> torch.Tensor:
+    def _likeliest(self, scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens with the largest scores and their probabilities, shapes `(B, n, count)`."""
         if self._head is not None and scores.shape[-1] == len(self._head.ids):
-            return self._head.ids[likeliest(scores)]
-        return likeliest(scores[..., : self._request.vocab_size])
+            places, probs = _likeliest(scores, count)
+            return self._head.ids[places], probs
+        return _likeliest(scores[..., : self._request.vocab_size], count)
 
-    def _processed(self, scores: torch.Tensor, chosen: list[torch.Tensor], view: DecodeView) -> torch.Tensor:
-        """Scores over the target's vocabulary, after the call's processors."""
+    def _processed(self, scores: torch.Tensor, tree: LevelTree, view: DecodeView) -> torch.Tensor:
+        """Scores after the nodes of the beam over the target's vocabulary, after the call's processors."""
         processors, unreadable = self._request.processors, self._request.unreadable
         if not self._request.sampling and not len(processors):
             return scores
         size = self._request.vocab_size
         if self._head is not None:
-            full = scores.new_full((scores.shape[0], size), float("-inf"))
-            scores = full.index_copy_(1, self._head.ids, scores)
-        elif scores.shape[1] < size:
-            scores = torch.nn.functional.pad(scores, (0, size - scores.shape[1]), value=float("-inf"))
-        paths = torch.stack(chosen, 1).tolist() if chosen and processors.reads_prefix else [[]] * view.rows
-        scores = processors.process_paths(scores[:, :size], paths, view)
+            full = scores.new_full((*scores.shape[:2], size), float("-inf"))
+            scores = full.index_copy_(2, self._head.ids, scores)
+        elif scores.shape[2] < size:
+            scores = torch.nn.functional.pad(scores, (0, size - scores.shape[2]), value=float("-inf"))
+        nowhere: list[list[int] | None] = [[]] * scores.shape[1]
+        paths = tree.paths() if processors.reads_prefix else [nowhere] * view.rows
+        scores = processors.process_nodes(scores[..., :size], paths, view)
         return (
-            scores.index_fill(1, torch.tensor(unreadable, device=scores.device), float("-inf"))
+            scores.index_fill(2, torch.tensor(unreadable, device=scores.device), float("-inf"))
             if unreadable
             else scores
         )
 
     def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:
-        """Accepted tokens that went through the draft model stay in its cache."""
-        for row, tokens in enumerate(emitted):
-            kept = min(len(tokens) - 1, self._drafted - 1)
-            if kept > 0:
-                self._cached[row] += kept
+        """Emitted tokens that went through the draft model stay in its cache, each brought to its slot.
+
+        They may have been drafted by another strategy beside this one.
+        """
+        run, self._run = self._run, None
+        if run is None:
+            return
+        for row, (tokens, nodes) in enumerate(zip(emitted, run.tolist(), strict=True)):
+            numbers = {(parent, token): number for number, (token, parent) in enumerate(nodes, start=1)}
+            path, node = [], 0
+            for token in tokens[:-1]:
+                if (node := numbers.get((node, token), -1)) < 0:
+                    break
+                path.append(node)
+            self._slots.settle(row, self._cached[row] - 1, path)
+            self._cached[row] += len(path)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay."""
         self._cached = [self._cached[row] for row in rows]
+        self._run = None if self._run is None else self._run[list(rows)]
         if self._slots.cache is not None:
             self._slots.keep(rows)
+
+
+def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of the largest scores, ties as in `argmax` for a count of 1, and their probabilities."""
+    places = likeliest(scores).unsqueeze(-1) if count == 1 else most_likely(scores, count)[1]
+    scores = scores.float()
+    return places, (scores.gather(-1, places) - scores.logsumexp(-1, keepdim=True)).exp()
 
 
 def load_vocabulary(source: Any) -> list[int]:

@@ -103,7 +103,7 @@ class QuantizedDrafter(ModelDrafter):
         self._slots = SlotModel(model, None)
         self._window = None
         self._head = None
-        self._drafted = 0
+        self._run = None
         embeddings = model.get_input_embeddings().weight
         self._device = embeddings.device
         self._readable = embeddings.shape[0]
@@ -122,8 +122,9 @@ class QuantizedDrafter(ModelDrafter):
         self._borrow()
 
     def _catch_up(self, view: DecodeView) -> torch.Tensor:
-        """Run each row's root, the only committed token without K/V; the scores after it, shape `(B, V)`."""
-        return self._step(torch.tensor(view.roots(), device=self._device), view, 0)
+        """Run each row's root, the only committed token without K/V; the scores after it, shape `(B, 1, V)`."""
+        roots = torch.tensor(view.roots(), device=self._device).unsqueeze(1)
+        return self._forward(roots, torch.ones(view.rows, 1, 1, dtype=torch.bool, device=self._device), view.lengths())
 
     def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:
         """Nothing: the verify pass has left the K/V of what it accepted."""
