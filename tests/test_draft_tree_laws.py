@@ -1,4 +1,4 @@
-"""Draft models that draft trees: the law of what is emitted, with a control that must fail, and what siblings bring."""
+"""Draft models that draft trees: the law of what is emitted, with a control that must fail; what siblings bring."""
 
 import dataclasses
 import functools

@@ -35,7 +35,7 @@ _LOADED: dict[tuple[str, torch.dtype, str], PreTrainedModel] = {}
 @register_strategy("draft_model")
 @dataclass(frozen=True, eq=False)
 class DraftModel(DraftStrategy):
-    """A smaller model drafts, a chain by default; with another tokenizer than the target's, across a bridge of strings.
+    """A smaller model drafts, a chain by default; with another tokenizer than the target's, over a bridge of strings.
 
     With `max_width` m above 1 it drafts a tree: m siblings per node, m nodes of a level that go on, a forward for each
     of up to `max_depth` levels, and the best `max_draft_tokens` nodes of what it found.
@@ -275,6 +275,7 @@ class ModelDrafter(Drafter):
         run, self._run = self._run, None
         if run is None:
             return
+        paths: list[tuple[int, int, list[int]]] = []
         for row, (tokens, nodes) in enumerate(zip(emitted, run.tolist(), strict=True)):
             numbers = {(parent, token): number for number, (token, parent) in enumerate(nodes, start=1)}
             path, node = [], 0
@@ -282,7 +283,9 @@ class ModelDrafter(Drafter):
                 if (node := numbers.get((node, token), -1)) < 0:
                     break
                 path.append(node)
-            self._slots.settle(row, self._cached[row] - 1, path)
+            paths.append((row, self._cached[row] - 1, path))
+        self._slots.settle(paths)
+        for row, _, path in paths:
             self._cached[row] += len(path)
 
     def keep(self, rows: Sequence[int]) -> None:
