@@ -80,52 +80,59 @@ def verify_command(
         raise typer.Exit(1)
 
 
+Drafts = Annotated[str | None, typer.Option(help="Whose drafts; as in `hf-specdec bench`.")]
+Rates = Annotated[
+    str | None,
+    typer.Option(
+        help="Probability that a draft token is accepted, or one per position: 0.8,0.7,0.6. With --tree, one per "
+        "candidate at the same place, the likeliest first: 0.6,0.2,0.1."
+    ),
+]
+Results = Annotated[str | None, typer.Option(help="A results.json, or its directory, in place of --acceptance.")]
+Label = Annotated[str | None, typer.Option(help="Which method of the results. Default: the longest drafts.")]
+PlanTree = Annotated[
+    bool, typer.Option("--tree", help="Plan a tree. Without --acceptance, it is measured on prompts of the package.")
+]
+Nodes = Annotated[
+    int | None, typer.Option(help=f"Most nodes of a tree, the last token included. Default: {DEFAULT_NODES}.")
+]
+Longest = Annotated[
+    int | None,
+    typer.Option(help="Longest draft, or path of a tree. Default: 16, or as many as --acceptance; 8 with --layers."),
+]
+Context = Annotated[int | None, typer.Option(help="Tokens of context that costs are measured at.")]
+PlanLayers = Annotated[
+    bool, typer.Option("--layers", help="Search the part of the model that drafts best (strategy layer_skip).")
+]
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option(help=f"With --layers: your prompts; repeatable. Default: {PLAN_PROMPTS} of the package."),
+]
+Budget = Annotated[int | None, typer.Option(help="With --layers: skip sets to try. Default: 48.")]
+Save = Annotated[str | None, typer.Option(help="With --layers: YAML file for the best setting.")]
+
+
 @plan_app.command()
 def plan_command(
     model: Model,
-    strategy: Annotated[str | None, typer.Option(help="Whose drafts; as in `hf-specdec bench`.")] = None,
-    acceptance: Annotated[
-        str | None,
-        typer.Option(
-            help="Probability that a draft token is accepted, or one per position: 0.8,0.7,0.6. With --tree, one per "
-            "candidate at the same place, the likeliest first: 0.6,0.2,0.1."
-        ),
-    ] = None,
-    results: Annotated[
-        str | None, typer.Option(help="A results.json, or its directory, in place of --acceptance.")
-    ] = None,
-    label: Annotated[
-        str | None, typer.Option(help="Which method of the results. Default: the longest drafts.")
-    ] = None,
-    tree: Annotated[
-        bool,
-        typer.Option("--tree", help="Plan a tree. Without --acceptance, it is measured on prompts of the package."),
-    ] = False,
-    nodes: Annotated[
-        int | None, typer.Option(help=f"Most nodes of a tree, the last token included. Default: {DEFAULT_NODES}.")
-    ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            help="Longest draft, or path of a tree. Default: 16, or as many as --acceptance; 8 with --layers."
-        ),
-    ] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens of context that costs are measured at.")] = None,
-    layers: Annotated[
-        bool, typer.Option("--layers", help="Search the part of the model that drafts best (strategy layer_skip).")
-    ] = False,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(help=f"With --layers: your prompts; repeatable. Default: {PLAN_PROMPTS} of the package."),
-    ] = None,
-    budget: Annotated[int | None, typer.Option(help="With --layers: skip sets to try. Default: 48.")] = None,
-    save: Annotated[str | None, typer.Option(help="With --layers: YAML file for the best setting.")] = None,
+    strategy: Drafts = None,
+    acceptance: Rates = None,
+    results: Results = None,
+    label: Label = None,
+    tree: PlanTree = False,
+    nodes: Nodes = None,
+    max_length: Longest = None,
+    context: Context = None,
+    layers: PlanLayers = False,
+    prompt: Prompts = None,
+    budget: Budget = None,
+    save: Save = None,
     dtype: Dtype = "auto",
     revision: Revision = None,
     device_map: DeviceMap = None,
     attention: Attention = None,
 ) -> None:
-    """Measure this machine's costs, and print the speed-up to expect of each draft length, or the best tree or layers."""
+    """Measure this machine's costs; print the speed-up to expect of each draft length, or the best tree or layers."""
     with clean_errors():
         if layers:
             others = {"--strategy": strategy, "--acceptance": acceptance, "--results": results, "--nodes": nodes}
