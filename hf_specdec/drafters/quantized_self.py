@@ -46,6 +46,8 @@ class QuantizedSelf(DraftStrategy):
     scheme: str = "auto"
 
     default_draft_tokens: ClassVar[int] = 4
+    default_depth: ClassVar[int | None] = 4
+    trees: ClassVar[bool] = True
     needs: ClassVar[str] = "nothing (memory for a quantised copy of the target)"
     sampled: ClassVar[bool] = True
 
@@ -94,7 +96,7 @@ class QuantizedSelf(DraftStrategy):
 
 
 class QuantizedDrafter(ModelDrafter):
-    """Chains by single-token forwards of the quantised model on the target's cache; no state of its own."""
+    """Forwards of the quantised model on the target's cache; no state of its own."""
 
     def __init__(self, model: PreTrainedModel, target: Any, request: Any):
         self._model = model
