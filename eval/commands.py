@@ -90,6 +90,9 @@ def plan_command(
         int | None, typer.Option(help="Longest draft. Default: 16, or as many as --acceptance.")
     ] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of context that costs are measured at.")] = None,
+    save_costs: Annotated[
+        str | None, typer.Option(help="JSON file to add the costs to, for the adaptive schedule's profile.")
+    ] = None,
     dtype: Dtype = "auto",
     revision: Revision = None,
     device_map: DeviceMap = None,
@@ -106,7 +109,7 @@ def plan_command(
         known = rates if rates is not None else load_run(str(results), config, label)
         longest = (len(rates) if isinstance(rates, list) else 16) if max_length is None else max_length
         loading = target_config(model, dtype, revision, device_map, attention)
-        plan(load_target(loading, device())[0], config, known, longest, context)
+        plan(load_target(loading, device())[0], config, known, longest, context, None, save_costs)
 
 
 def parse_rates(text: str) -> float | list[float]:

@@ -2,7 +2,9 @@
 assistant_strategy=...)`."""
 
 from .config import SpecDecConfig
+from .control import Adaptive, Constant, Controller, ControlMemory, CostModel, Schedule, machine_key, save_costs
 from .drafters import (
+    Auto,
     Cascade,
     Drafter,
     DraftModel,
@@ -30,7 +32,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "VERIFIERS",
+    "Adaptive",
+    "Auto",
     "Cascade",
+    "Constant",
+    "ControlMemory",
+    "Controller",
+    "CostModel",
     "DecodeView",
     "DraftModel",
     "DraftStrategy",
@@ -43,6 +51,7 @@ __all__ = [
     "Recycling",
     "RecyclingMemory",
     "RowStats",
+    "Schedule",
     "SpecDecConfig",
     "SpecDecError",
     "SpeculationStats",
@@ -56,7 +65,9 @@ __all__ = [
     "enable",
     "frequent_tokens",
     "known_strategies",
+    "machine_key",
     "register_strategy",
+    "save_costs",
     "speculative_generate",
     "unknown_name",
 ]

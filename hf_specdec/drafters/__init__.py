@@ -2,13 +2,14 @@
 
 from .adapter import CandidateAdapter
 from .base import Drafter, DraftStrategy, known_strategies, register_strategy
-from .combined import Cascade, Free, Merge
+from .combined import Auto, Cascade, Free, Merge
 from .draft_model import DraftModel, frequent_tokens
 from .prompt_lookup import PromptLookup
 from .recycling import Recycling, RecyclingMemory
 from .suffix import Suffix, SuffixMemory
 
 __all__ = [
+    "Auto",
     "CandidateAdapter",
     "Cascade",
     "DraftModel",

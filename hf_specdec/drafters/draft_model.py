@@ -5,6 +5,7 @@ the next round's first forward. Under `exact` the draft is drawn with the target
 verifier that reads draft probabilities it is drawn independently, and q goes along.
 """
 
+import itertools
 import json
 import os
 from collections import Counter
@@ -91,6 +92,9 @@ class DraftModel(DraftStrategy):
 class ModelDrafter(Drafter):
     """The draft model's state in one call: its cache, and how much of each row is in it."""
 
+    looks_up = False
+    runs_model = True
+
     def __init__(self, model: PreTrainedModel, strategy: DraftModel, target: Any, request: Any):
         if request.extras.get("synced_gpus") and getattr(model, "_is_fsdp_managed_module", False):
             raise SpecDecError(
@@ -115,7 +119,7 @@ class ModelDrafter(Drafter):
             self._head = trimmed_head(model, load_vocabulary(strategy.vocabulary), request.vocab_size)
             self._slots.model = model.base_model
         self._cached: list[int] = []
-        self._drafted = 0
+        self._drafted: torch.Tensor | None = None
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
@@ -158,7 +162,7 @@ class ModelDrafter(Drafter):
     def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
         """A chain of `plan.depth` tokens for each row within the draft model's window."""
         within = [self._fits(view, row, plan.depth) for row in range(view.rows)]
-        self._drafted = 0
+        self._drafted = None
         if not all(within):
             self._request.stats.note(
                 f"drafting stopped where a row passed the draft model's window of {self._window} tokens"
@@ -182,7 +186,7 @@ class ModelDrafter(Drafter):
                 chosen.append(sample_with(scores, noise[:, depth]).clamp(min=0))
             else:
                 chosen.append(self._argmax(scores))
-        self._drafted = plan.depth
+        self._drafted = torch.stack(chosen, 1)
         return self._tree(view, chosen, laws, within)
 
     def _tree(
@@ -251,15 +255,19 @@ class ModelDrafter(Drafter):
         )
 
     def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:
-        """Accepted tokens that went through the draft model stay in its cache."""
-        for row, tokens in enumerate(emitted):
-            kept = min(len(tokens) - 1, self._drafted - 1)
-            if kept > 0:
-                self._cached[row] += kept
+        """Emitted tokens that went through the draft model in this round stay in its cache."""
+        if self._drafted is None:
+            return
+        for row, (tokens, chain) in enumerate(zip(emitted, self._drafted[:, :-1].tolist(), strict=True)):
+            agreed = (token == drafted for token, drafted in zip(tokens[:-1], chain))
+            self._cached[row] += sum(1 for _ in itertools.takewhile(bool, agreed))
+        self._drafted = None
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay."""
         self._cached = [self._cached[row] for row in rows]
+        if self._drafted is not None:
+            self._drafted = self._drafted[list(rows)]
         if self._slots.cache is not None:
             self._slots.keep(rows)
 
