@@ -136,7 +136,7 @@ MACHINES = {
 }
 
 
-def speed(machine: Machine, acceptance: Callable[[int], float], tokens: int, runs: int = 6) -> float:
+def speed(machine: Machine, acceptance: Callable[[int], float], tokens: int, runs: int = 3) -> float:
     """Tokens per second over several seeds."""
     own = Machine(machine.width, machine.draft, machine.jump, machine.noise)
     return runs * tokens / sum(run(own, controller(own), acceptance, tokens, seed) for seed in range(runs))
@@ -146,14 +146,14 @@ def speed(machine: Machine, acceptance: Callable[[int], float], tokens: int, run
 @pytest.mark.parametrize("rate", [0.3, 0.5, 0.7, 0.8, 0.9])
 def test_close_to_the_best_constant_length(name, rate):
     machine = MACHINES[name]
-    reached = speed(machine, lambda count: rate, 2000)
+    reached = speed(machine, lambda count: rate, 1200)
     assert reached >= 0.97 * best_constant(machine, [rate])
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_follows_a_changing_acceptance(name):
     machine, rates = MACHINES[name], [0.3, 0.9, 0.5, 0.8]
-    reached = speed(machine, lambda count: rates[count // 100 % 4], 2000)
+    reached = speed(machine, lambda count: rates[count // 100 % 4], 1200)
     assert reached >= 0.95 * best_constant(machine, rates)
 
 
@@ -164,7 +164,7 @@ def test_the_classic_setting_has_its_known_optimum_and_speed_up():
     best = max(range(LONGEST + 1), key=rates.__getitem__)
     closed = (1 - 0.8 ** (best + 1)) / (0.2 * (1 + 0.1 * best))
     assert (best, rates[best]) == (5, pytest.approx(closed))
-    assert speed(machine, lambda count: 0.8, 2000) == pytest.approx(closed, rel=0.05)
+    assert speed(machine, lambda count: 0.8, 1200) == pytest.approx(closed, rel=0.05)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])

@@ -27,7 +27,12 @@ PROBE_INTERVAL = 4
 a probe as well."""
 PROBE_SHARE = 0.01
 """Of the rounds' seconds, what probes may have cost on balance."""
+FIRST_ROUNDS = 3
+"""What the rate of a round counts for, in rounds, beside that of the rounds before it."""
+RECENT = 0.97
+"""By which the tokens and seconds of earlier rounds are forgotten per round."""
 WORTH_START, WORTH_RATE = 0.1, 0.15
+"""Gain over plain steps that lookups begin with, and how fast it follows what they promise."""
 
 
 @dataclass
@@ -37,7 +42,8 @@ class Learned:
     costs: CostModel = field(default_factory=CostModel)
     model_chains: ChainAcceptance = field(default_factory=ChainAcceptance)
     lookup_chains: ChainAcceptance = field(default_factory=ChainAcceptance)
-    values: ValueCalibration = field(default_factory=ValueCalibration)
+    first_values: ValueCalibration = field(default_factory=ValueCalibration)
+    later_values: ValueCalibration = field(default_factory=ValueCalibration)
 
 
 class ControlMemory:
@@ -134,6 +140,7 @@ class AdaptiveController(Controller):
         self._off: list[dict[str, Any]] = []
         self._seconds = self._errors = self._predicted_seconds = 0.0
         self._rounds = self._predictions = 0
+        self._recent_tokens = self._recent_seconds = 0.0
         self._worth = WORTH_START
         self._idle, self._interval, self._spent = 0, PROBE_INTERVAL, 0.0
         self._begin_round()
@@ -182,13 +189,21 @@ class AdaptiveController(Controller):
         return replace(plan, model_depth=depth, enough=enough)
 
     def _choose(self, tokens: Sequence[float], seconds: Sequence[float], rows: int) -> int:
-        """The size with the most tokens per second, but now and then another one to learn from.
+        """The size that gives the call the most tokens per second, but now and then another one to learn from.
+
+        A round's seconds are worth the tokens that the call emits in as many seconds: the best size is that of the
+        largest tokens - rate * seconds (renewal reward). The rate is that of the recent rounds, at first of this one.
 
         Args:
             tokens, seconds: by size, from 0 on.
         """
         rates = [count / cost for count, cost in zip(tokens, seconds)]
-        best = rates.index(max(rates))
+        share = self._recent_seconds / (self._recent_seconds + FIRST_ROUNDS * seconds[0])
+        rate = max(rates) * (1 - share)
+        if share:
+            rate += max(self._recent_tokens / self._recent_seconds * rows, rates[0]) * share
+        gains = [count - rate * cost for count, cost in zip(tokens, seconds)]
+        best = gains.index(max(gains))
         if best:
             if self._rounds and not self._costs.observed(rows) and rates[best] < self._costs.doubt * rates[0]:
                 return 0
@@ -237,7 +252,7 @@ class AdaptiveController(Controller):
             tokens.append(expected)
             seconds.append(lookup + self._costs.block(rows * (2 + count)))
         count = self._choose(tokens, seconds, rows)
-        gain = tokens[count] / seconds[count] / (rows / self._costs.block(rows)) - 1
+        gain = tokens[count] / rows - seconds[count] / self._costs.block(rows)
         self._worth += WORTH_RATE * (gain - self._worth)
         self._predicted = seconds[count]
         kept = [[0, *sorted(order[:count])] for order in orders]
@@ -263,13 +278,13 @@ class AdaptiveController(Controller):
                         depths[node] = depths[parent] + 1
                 chances.append([survival[depth] for depth in depths])
             return None, chances
-        calibration, places = self._learned.values, []
+        first, later, places = self._learned.first_values, self._learned.later_values, []
         for above, values in zip(parents, tree.values.tolist()):
             bins, chance = [0] * len(above), [1.0] * len(above)
             for node, parent in enumerate(above):
                 if parent >= 0:
-                    bins[node] = calibration.bin(values[node] / values[parent] if values[parent] > 0 else 0.0)
-                    chance[node] = chance[parent] * calibration.estimate(bins[node])
+                    bins[node] = first.bin(values[node] / values[parent] if values[parent] > 0 else 0.0)
+                    chance[node] = chance[parent] * (later if parent else first).estimate(bins[node])
             places.append(bins)
             chances.append(chance)
         return places, chances
@@ -296,6 +311,8 @@ class AdaptiveController(Controller):
             self._predictions += 1
         self._rounds += 1
         self._seconds += record.step_seconds
+        self._recent_tokens = RECENT * self._recent_tokens + 1 + sum(record.accepted) / record.rows
+        self._recent_seconds = RECENT * self._recent_seconds + record.step_seconds
         self._sizes[record.nodes] += 1
 
     def _learn(self, record: StepRecord) -> None:
@@ -306,8 +323,7 @@ class AdaptiveController(Controller):
         chains.observe([record.accepted[row] for row in judged], [record.reached[row] for row in judged])
         if self._shown is None:
             return
-        hits: list[int] = []
-        misses: list[int] = []
+        seen: dict[bool, tuple[list[int], list[int]]] = {False: ([], []), True: ([], [])}
         for row in judged:
             path = record.paths[row][: record.accepted[row]]
             cut = record.reached[row] == record.accepted[row]
@@ -315,8 +331,9 @@ class AdaptiveController(Controller):
             taken = set(path)
             for node, (parent, place) in enumerate(zip(self._shown[0][row], self._shown[1][row])):
                 if parent in asked:
-                    (hits if node in taken else misses).append(place)
-        self._learned.values.observe(hits, misses)
+                    seen[parent == 0][node not in taken].append(place)
+        self._learned.first_values.observe(*seen[True])
+        self._learned.later_values.observe(*seen[False])
 
     def finish(self) -> None:
         """Hand on what was learned."""
