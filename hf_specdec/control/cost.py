@@ -31,7 +31,7 @@ SLOPE = 0.01
 STEEPEST = 0.1
 SLOPE_WEIGHT = 30.0
 """Squared tokens around their mean that the slope assumed at first counts for."""
-LINE_WEIGHT = 2.0
+LINE_WEIGHT = 1.0
 """Times of a size that the line counts for."""
 DRAFT_STEP = 0.15
 """Cost of a draft model's forward before anything is observed, as a share of a block of one."""
