@@ -109,6 +109,9 @@ Prompts = Annotated[
     typer.Option(help=f"With --layers: your prompts; repeatable. Default: {PLAN_PROMPTS} of the package."),
 ]
 Budget = Annotated[int | None, typer.Option(help="With --layers: skip sets to try. Default: 48.")]
+SaveCosts = Annotated[
+    str | None, typer.Option(help="JSON file to add the costs to, for the adaptive schedule's profile.")
+]
 Save = Annotated[str | None, typer.Option(help="With --layers: YAML file for the best setting.")]
 
 
@@ -127,6 +130,7 @@ def plan_command(
     prompt: Prompts = None,
     budget: Budget = None,
     save: Save = None,
+    save_costs: SaveCosts = None,
     dtype: Dtype = "auto",
     revision: Revision = None,
     device_map: DeviceMap = None,
@@ -136,7 +140,8 @@ def plan_command(
     with clean_errors():
         if layers:
             others = {"--strategy": strategy, "--acceptance": acceptance, "--results": results, "--nodes": nodes}
-            refuse_options({**others, "--label": label, "--context": context, "--tree": tree or None}, layers)
+            others |= {"--label": label, "--context": context, "--tree": tree or None, "--save-costs": save_costs}
+            refuse_options(others, layers)
         else:
             refuse_options({"--prompt": prompt, "--budget": budget, "--save": save}, layers)
         loading = target_config(model, dtype, revision, device_map, attention)
@@ -160,7 +165,7 @@ def plan_command(
             raise SpecDecError("Give one of --acceptance and --results, for how often drafts are accepted.")
         known = rates if rates is not None else load_run(str(results), config, label)
         longest = (len(rates) if isinstance(rates, list) else 16) if max_length is None else max_length
-        plan(load_target(loading, device())[0], config, known, longest, context)
+        plan(load_target(loading, device())[0], config, known, longest, context, None, save_costs)
 
 
 def refuse_options(given: Mapping[str, object], layers: bool) -> None:

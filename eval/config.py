@@ -135,11 +135,13 @@ class RunConfig:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def with_lengths(self, lengths: Iterable[int]) -> "RunConfig":
-        """Each strategy once per draft length, for a sweep."""
+        """Each strategy once per draft length, the same in every round, for a sweep."""
         if not self.strategies:
             raise SpecDecError("Draft lengths are those of strategies, and the run has none; give --strategy SPEC.")
         swept = [
-            StrategySpec(f"{each.label}({length})", {**each.config, "max_draft_tokens": length})
+            StrategySpec(
+                f"{each.label}({length})", {**each.config, "max_draft_tokens": length, "schedule": "constant"}
+            )
             for each in self.strategies
             for length in lengths
         ]

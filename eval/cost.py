@@ -268,6 +268,7 @@ class Calibration:
             verifier="exact" if self.config is None else self.config.verifier,
             verifier_options={} if self.config is None else self.config.verifier_options,
             max_draft_tokens=max(1, *lengths),
+            schedule="constant",
         )
         limit = 2 * (len(schedule) + max(lengths)) + 2  # a random token may happen to be right
         with ForwardClock(self.model, counting=False) as clock, suppress(ScheduleEnded):

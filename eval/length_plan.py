@@ -1,7 +1,7 @@
 """How many tokens to draft: costs of this machine, acceptance of a measured run, and the table that follows."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from hf_specdec import SpecDecConfig, SpecDecError, unknown_name
+from hf_specdec import CostModel, SpecDecConfig, SpecDecError, machine_key, save_costs, unknown_name
 
 from .cost import PLAIN_STEPS, WIDTHS, measure_costs
 from .planning import (
@@ -56,7 +56,7 @@ def load_run(path: str | Path, strategy: Any, label: str | None = None) -> Measu
         label: another method than that one.
 
     Raises:
-        SpecDecError: the files cannot be read, or no method, or more than one, fits.
+        SpecDecError: the files cannot be read, or no method of the constant schedule, or more than one, fits.
     """
     config = SpecDecConfig.of(strategy)
     file = Path(path) / RESULTS_FILE if Path(path).is_dir() else Path(path)
@@ -65,7 +65,7 @@ def load_run(path: str | Path, strategy: Any, label: str | None = None) -> Measu
         ours = [each for each in results["methods"] if each["kind"] == "ours"]
         run = results["config"]
         settings = {each["label"]: each.get("strategy_options") for each in run["strategies"]}
-        adaptive = {each["label"] for each in run["strategies"] if each.get("schedule", "constant") != "constant"}
+        adaptive = {each["label"] for each in run["strategies"] if not is_constant(each)}
         batch_size, temperature = run["batch_size"], run["temperature"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecDecError(f"{file} is no results file of hf-specdec bench: {type(error).__name__} {error}.") from None
@@ -83,11 +83,21 @@ def load_run(path: str | Path, strategy: Any, label: str | None = None) -> Measu
     longest = max(lengths.values(), default=0)
     fitting = [each for each, own in lengths.items() if own == longest] if label is None else [label]
     if len(fitting) != 1 or not lengths[fitting[0]]:
-        found = f"fits {', '.join(map(repr, fitting))}" if longest else "was not drafted with"
-        raise SpecDecError(f"Strategy {named} {found} in {file}; one method is needed, name it.")
+        found = f"fits {', '.join(map(repr, fitting))}" if longest else "was not drafted with at one length"
+        raise SpecDecError(
+            f"Strategy {named} {found} in {file}; one method with schedule=constant is needed, name it."
+        )
     rows = read_rows(file.parent, lambda message: None)
     calls = tuple(measured_calls(rows, fitting[0], lengths[fitting[0]]))
     return MeasuredRun(fitting[0], lengths[fitting[0]], calls, batch_size, temperature)
+
+
+def is_constant(config: Mapping[str, Any]) -> bool:
+    """A strategy of a run had the same draft length in every round."""
+    schedule = config.get("schedule", "constant")
+    if schedule is None:
+        return SpecDecConfig(verifier=config.get("verifier", "exact")).text_depends_on_drafts
+    return bool(schedule == "constant")
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,7 @@ def plan(
     max_length: int = 16,
     context: int | None = None,
     console: Console | None = None,
+    save_costs_to: str | None = None,
 ) -> LengthPlan:
     """Measure costs, forecast the speed-up of every draft length up to `max_length`, and print a table.
 
@@ -144,6 +155,7 @@ def plan(
         max_length: the longest draft; no longer than `acceptance` where it is a list.
         context: tokens at which costs count, 512 by default. A run brings its own.
         console: where the table goes; standard output by default.
+        save_costs_to: a JSON file to add the costs to, for `Adaptive(profile=...)`.
     """
     check_length(max_length)
     if context is not None and context < 1:
@@ -158,6 +170,7 @@ def plan(
         costs = measure_costs(
             model, strategy, widths, sizes, spread_contexts(low, high), temperature=acceptance.temperature
         )
+        own = costs.at(1, float((low + high) / 2))
         planned = LengthPlan(tuple(forecast(acceptance.calls, each, costs.at) for each in lengths), acceptance.longest)
     else:
         expected_tokens(acceptance, max_length)  # refuses what is no probability before anything is timed
@@ -170,6 +183,9 @@ def plan(
                 for each in lengths
             )
         )
+    if save_costs_to is not None:
+        profile = CostModel.measured(own.verify_seconds, own.draft_seconds, own.overhead_seconds)
+        save_costs(save_costs_to, machine_key(model), profile)
     (console or Console(highlight=False)).print(planned.table())
     return planned
 

@@ -2,7 +2,9 @@
 assistant_strategy=...)`."""
 
 from .config import SpecDecConfig
+from .control import Adaptive, Constant, Controller, ControlMemory, CostModel, Schedule, machine_key, save_costs
 from .drafters import (
+    Auto,
     Cascade,
     Drafter,
     DraftModel,
@@ -35,7 +37,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "VERIFIERS",
+    "Adaptive",
+    "Auto",
     "Cascade",
+    "Constant",
+    "ControlMemory",
+    "Controller",
+    "CostModel",
     "DecodeView",
     "DraftModel",
     "DraftStrategy",
@@ -52,6 +60,7 @@ __all__ = [
     "Recycling",
     "RecyclingMemory",
     "RowStats",
+    "Schedule",
     "SpecDecConfig",
     "SpecDecError",
     "SpeculationStats",
@@ -67,8 +76,10 @@ __all__ = [
     "fastest_template",
     "frequent_tokens",
     "known_strategies",
+    "machine_key",
     "optimal_template",
     "register_strategy",
+    "save_costs",
     "speculative_generate",
     "template",
     "unknown_name",

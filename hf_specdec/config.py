@@ -8,12 +8,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 
-from .control import SCHEDULES
+from .control import Schedule, as_schedule
 from .drafters import CandidateAdapter, DraftModel
 from .drafters.base import DraftStrategy, build_strategy
 from .errors import SpecDecError, unknown_name
 from .state import Plan
 from .verify import Verifier, bind_verifier
+
+DEFAULT_SCHEDULE = "adaptive"
+"""Where the text does not depend on what is drafted."""
 
 ROUND_TOKENS = 32
 """Tokens that a batched round verifies at most by default, the roots included. Up to here a forward pass on a CPU
@@ -35,7 +38,9 @@ class SpecDecConfig:
         max_depth: longest path of a draft; None for `max_draft_tokens`, or what the strategy takes for trees.
         max_width: most draft tokens that may stand at the same place, so 1 drafts chains; None for the strategy's
             default, or 1 under a verifier that takes chains alone.
-        schedule: policy for the draft length.
+        schedule: policy for the size of drafts: "adaptive", "constant", a `Schedule`, or a dict of name and settings.
+            None is "adaptive" where the text does not depend on what is drafted, else "constant", so that the same
+            seed gives the same text there, whatever the clock says.
     """
 
     strategy: Any = "suffix"
@@ -45,13 +50,13 @@ class SpecDecConfig:
     max_draft_tokens: int | None = None
     max_depth: int | None = None
     max_width: int | None = None
-    schedule: str = "constant"
+    schedule: Any = None
 
     def __post_init__(self) -> None:
         bind_verifier(self.verifier, self.verifier_options)
         object.__setattr__(self, "verifier_options", dict(self.verifier_options))
-        if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
-            raise unknown_name("schedule", self.schedule, SCHEDULES)
+        default = "constant" if self.text_depends_on_drafts else DEFAULT_SCHEDULE
+        object.__setattr__(self, "_schedule", as_schedule(default if self.schedule is None else self.schedule))
         for name, least in (("max_draft_tokens", 0), ("max_depth", 1), ("max_width", 1)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
@@ -82,6 +87,16 @@ class SpecDecConfig:
     def bound_verifier(self) -> Verifier:
         """The verifier with its settings."""
         return bind_verifier(self.verifier, self.verifier_options)
+
+    @property
+    def bound_schedule(self) -> Schedule:
+        """The schedule object."""
+        return self._schedule  # type: ignore[attr-defined]
+
+    @property
+    def text_depends_on_drafts(self) -> bool:
+        """Other drafts may give another text under the same seed, be it of the same law."""
+        return not self.bound_verifier.lossless or self.bound_verifier.uses_draft_probs
 
     def draft_tokens(self, rows: int = 1) -> int:
         """The longest draft of a round with `rows` rows. A default shrinks so that a round has about 32 tokens."""
@@ -130,7 +145,9 @@ class SpecDecConfig:
             "max_draft_tokens": self.max_draft_tokens,
             "max_depth": self.max_depth,
             "max_width": self.max_width,
-            "schedule": self.schedule,
+            "schedule": self.schedule
+            if self.schedule is None or isinstance(self.schedule, str)
+            else {"name": self.bound_schedule.name, **self.bound_schedule.to_dict()},
         }
 
 

@@ -13,7 +13,7 @@ from .attention import packed_attention
 from .capability import check_model
 from .compat import CACHE_NAME, decode_context, lost_keywords
 from .config import SpecDecConfig
-from .control import SCHEDULES
+from .control import Scope
 from .drafters import DraftStrategy
 from .errors import SpecDecError, UnsupportedOptionError
 from .loop import decode
@@ -89,12 +89,13 @@ def run(
         plan=config.plan(),
         extras=extras,
     )
-    request.controller = SCHEDULES[config.schedule](config.plan)
     with request.undisturbed():
         request.drafter = strategy.build(request.target, request)
+    request.controller = config.bound_schedule.build(Scope(config.plan, request.drafter, model))
     with ExitStack() as stack:
         stack.callback(request.release)
         stack.callback(request.drafter.finish)
+        stack.callback(request.controller.finish)
         stack.enter_context(packed_attention(model))
         stack.enter_context(decode_context(model))
         try:

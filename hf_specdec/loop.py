@@ -5,15 +5,16 @@ round reads the device once, for what was accepted; clocks are read right after 
 """
 
 import time
+from collections.abc import Sequence
 
 import torch
 
 from .errors import SpecDecError
 from .request import Request
 from .state import DecodeState, Plan
-from .stats import StepRecord
+from .stats import Judged, StepRecord
 from .target import TargetOutput
-from .tree import DraftTree, keep_nodes
+from .tree import DraftTree, fit, keep_nodes
 
 
 def decode(request: Request) -> None:
@@ -25,6 +26,7 @@ def decode(request: Request) -> None:
     request.outputs.prefill(output.raw)
     roots = request.input_ids[:, -1:] if request.input_ids.shape[1] else request.input_ids.new_zeros(state.rows, 1)
     emit(request, state, DraftTree(roots, roots.new_full(roots.shape, -1), roots > roots), output, None)
+    controller.start(request.prompt_tokens, time.perf_counter() - started)
     request.start_drafting(state)
     request.stats.prefill_seconds = time.perf_counter() - started
     while request.unfinished():
@@ -32,14 +34,15 @@ def decode(request: Request) -> None:
             target.idle()
             continue
         started = time.perf_counter()
-        before = (target.forward_seconds, drafter.forward_seconds)
-        plan = controller.plan(state).within(request.ends.most_room(state) - 1)
-        tree = propose(request, state, plan)
+        before = (target.forward_seconds, drafter.forward_seconds, drafter.forwards)
+        rooms = request.ends.rooms(state)
+        plan = controller.plan(state, rooms).within(max(rooms) - 1)
+        tree = propose(request, state, plan, rooms)
         drafted_at = time.perf_counter()
         output = target.verify(tree, state.lengths())
         request.teach(state, tree, output.logits)
         context, rows = max(state.lengths()), state.rows
-        emitted, drafted, accepted = emit(request, state, tree, output, plan)
+        emitted, judged = emit(request, state, tree, output, plan)
         verified_at = time.perf_counter()
         if state.rows:
             with request.undisturbed():
@@ -47,9 +50,10 @@ def decode(request: Request) -> None:
         record = StepRecord(
             plan=plan,
             rows=rows,
+            nodes=tree.size,
             context=context,
-            drafted=tuple(drafted),
-            accepted=tuple(accepted),
+            **judged._asdict(),
+            draft_forwards=drafter.forwards - before[2],
             draft_seconds=drafted_at - started,
             verify_seconds=verified_at - drafted_at,
             step_seconds=time.perf_counter() - started,
@@ -60,8 +64,9 @@ def decode(request: Request) -> None:
         )
 
 
-def propose(request: Request, state: DecodeState, plan: Plan) -> DraftTree:
-    """The drafter's tree without nodes beyond the plan or a row's room, and without tokens that cannot be read.
+def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[int]) -> DraftTree:
+    """The drafter's tree without nodes beyond the plan or a row's room, and without tokens that cannot be read. Then
+    the controller may prune it, unless it was drawn for a verifier that reads draft probabilities.
 
     Raises `SpecDecError` for a tree that does not fit the rows.
     """
@@ -77,14 +82,10 @@ def propose(request: Request, state: DecodeState, plan: Plan) -> DraftTree:
             f"Strategy {request.stats.strategy!r} must answer with a DraftTree of {state.rows} rows and leave the "
             "view's tokens alone."
         )
-    roots = torch.tensor(state.roots(), device=tree.tokens.device).unsqueeze(1)
-    nodes = torch.arange(tree.size, device=roots.device)
-    parents = torch.where(tree.parents < nodes, tree.parents, -1).index_fill(1, nodes[:1], -1)
-    tokens = torch.cat([roots, tree.tokens[:, 1:].long()], 1)
-    tree = DraftTree(tokens, parents.long(), tree.sampled, tree.probs, tree.values).first(plan.nodes)
+    tree = fit(tree, state.roots(), plan.width, plan.nodes)
     if tree.size == 1:
         return tree
-    room = torch.tensor(request.ends.rooms(state), device=roots.device).clamp(max=plan.depth + 1)
+    room = torch.tensor(rooms, device=tree.tokens.device).clamp(max=plan.depth + 1)
     readable = (tree.tokens >= 0) & (tree.tokens < request.vocab_size)
     for token in request.unreadable:
         readable &= tree.tokens != token
@@ -93,17 +94,16 @@ def propose(request: Request, state: DecodeState, plan: Plan) -> DraftTree:
             f"Strategy {request.stats.strategy!r} drew a token that the target cannot read; under this verifier its "
             "law must give such tokens no probability."
         )
-    if plan.width == 1:
-        readable &= tree.parents == nodes[: tree.size] - 1
-    return keep_nodes(tree, readable & (tree.depths < room.unsqueeze(1)))
+    tree = keep_nodes(tree, readable & (tree.depths < room.unsqueeze(1)))
+    return tree if tree.probs is not None else request.controller.prune(state, tree)
 
 
 def emit(
     request: Request, state: DecodeState, tree: DraftTree, output: TargetOutput, plan: Plan | None
-) -> tuple[list[list[int]], list[int], list[int]]:
+) -> tuple[list[list[int]], Judged]:
     """Judge a tree and commit what came of it. `plan` is None for the prompt's own forward.
 
-    Returns the emitted tokens of the rows that stay; of all rows, the tokens judged and those accepted.
+    Returns the emitted tokens of the rows that stay, and of all rows that were decoding what was judged.
     """
     scores, acceptance = request.judge(tree, output.logits, state, 0 if plan is None else plan.depth)
     read = torch.cat(
@@ -127,17 +127,17 @@ def emit(
     stops = request.stopping.first_stops(proposed, state, request.outputs.scores_until)
     emitted = request.ends.cut(state, proposed, stops)
     accepted = [min(count, len(tokens)) for count, tokens in zip(counts, emitted)]
-    judged = [row[2 * width + 2] if len(new) > count else len(new) for row, count, new in zip(read, counts, emitted)]
-    settled: list[tuple[int, int, list[int]]] = []
+    drafted, reached, settled = [0] * state.rows, [0] * state.rows, list[tuple[int, int, list[int]]]()
     for row, row_id in enumerate(state.row_ids):
         if not emitted[row]:  # it has ended, and waits for its last token to be cached
             continue
         if plan is None:
             request.stats.count_emitted(row_id, 0, len(emitted[row]))
         else:
-            deepest = read[row][2 * width + 3] if len(emitted[row]) > counts[row] else accepted[row]
-            deepest = min(deepest, accepted[row] + 1)
-            request.stats.count_round(row_id, judged[row], deepest, accepted[row], len(emitted[row]))
+            whole = len(emitted[row]) > counts[row]
+            drafted[row] = read[row][2 * width + 2] if whole else len(emitted[row])
+            reached[row] = min(read[row][2 * width + 3], accepted[row] + 1) if whole else accepted[row]
+            request.stats.count_round(row_id, drafted[row], reached[row], accepted[row], len(emitted[row]))
             request.outputs.add_states(state, row, [0, *paths[row]][: len(emitted[row])], output.raw)
             settled.append((row, state.length(row) - 1, paths[row][: accepted[row]]))
     request.target.settle(settled)
@@ -147,4 +147,4 @@ def emit(
     staying = [row for row in range(state.rows) if row not in leaving]
     if leaving:
         request.leave(state, leaving, staying)
-    return [emitted[row] for row in staying], judged, accepted
+    return [emitted[row] for row in staying], Judged(drafted, reached, accepted, paths)

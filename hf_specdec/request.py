@@ -85,6 +85,7 @@ class Request:
         columns = length if embeds is None else embeds.shape[1]
         shortest = columns if mask is None else int(mask.bool().sum(1).min())
         slots = None if limit is None else max(limit + (columns if not length else 0), columns + 1)
+        self.prompt_tokens = rows * (columns - (model_kwargs[CACHE_NAME].get_seq_length() if length else 0))
         self.target = Target(model, model_kwargs, slots, plan.nodes, shortest, input_ids.device)
         self.outputs = TokenOutputs(generation_config, rows)
         self.stats = SpeculationStats(strategy, verifier_name, verifier.lossless, [RowStats() for _ in range(rows)])
@@ -241,6 +242,7 @@ class Request:
             return sequences
         self.stats.target_forwards = self.target.forwards
         self.stats.draft_forwards = self.drafter.forwards
+        self.stats.choices = self.controller.report()
         outputs = self.outputs.finish(steps)
         return SpeculativeOutput(sequences=sequences, speculation=self.stats, **{CACHE_NAME: cache}, **outputs)
 

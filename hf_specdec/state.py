@@ -5,7 +5,7 @@ K/V of token i of that row, for `i < length(b) - 1`; the last committed token, t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,12 +14,19 @@ import torch
 class Plan:
     """What the controller grants for one round: tokens below the root, children per node, nodes with the root.
 
-    A tree stays within all three. `width == 1` grants chains.
+    A tree stays within all three. `width == 1` grants chains. Strategies that combine others read two more:
+
+    Args:
+        model_depth: longest path of a member that runs a model; None for `depth`, 0 leaves it out.
+        enough: where members are asked in turn, tokens per row that the earlier ones must promise for a member that
+            runs a model to be left out; None leaves it to the strategy.
     """
 
     depth: int
     width: int
     nodes: int
+    model_depth: int | None = None
+    enough: float | None = None
 
     @classmethod
     def chain(cls, depth: int) -> "Plan":
@@ -29,7 +36,12 @@ class Plan:
     def within(self, depth: int) -> "Plan":
         """The plan with at most `depth` tokens below the root."""
         depth = max(min(depth, self.depth), 0)
-        return Plan(depth, self.width, min(self.nodes, 1 + depth) if self.width == 1 or not depth else self.nodes)
+        nodes = min(self.nodes, 1 + depth) if self.width == 1 or not depth else self.nodes
+        return replace(self, depth=depth, nodes=nodes)
+
+    def for_model(self) -> "Plan":
+        """The plan of a member that runs a model."""
+        return self if self.model_depth is None else replace(self.within(self.model_depth), model_depth=None)
 
 
 class DecodeView:

@@ -5,13 +5,23 @@ token that became output. Emitted: accepted tokens plus the target's own token. 
 judged, so it counts neither as drafted nor as rejected. Names and definitions are vLLM's where it has them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .state import Plan
+
+
+class Judged(NamedTuple):
+    """What became of the drafts of a round, per row; see `StepRecord`."""
+
+    drafted: Sequence[int]
+    reached: Sequence[int]
+    accepted: Sequence[int]
+    paths: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -21,16 +31,25 @@ class StepRecord:
     Args:
         plan: what was granted.
         rows: rows in the round.
+        nodes: of each row in the forward pass, with root and padding.
         context: committed tokens of the longest row.
         drafted: judged draft tokens per row.
+        reached: the deepest depth that was judged per row: `accepted`, or one more where tokens there were rejected; 0
+            for a row without drafts.
         accepted: accepted draft tokens per row.
+        paths: nodes that the verifier accepted per row, root side first; those beyond `accepted` a stop cut off.
+        draft_forwards: forward passes of a draft model.
     """
 
     plan: Plan
     rows: int
+    nodes: int
     context: int
-    drafted: tuple[int, ...]
-    accepted: tuple[int, ...]
+    drafted: Sequence[int]
+    reached: Sequence[int]
+    accepted: Sequence[int]
+    paths: Sequence[Sequence[int]]
+    draft_forwards: int
     draft_seconds: float
     verify_seconds: float
     step_seconds: float
@@ -72,6 +91,9 @@ class SpeculationStats:
     """In rounds, outside the models."""
     notes: list[str] = field(default_factory=list)
     """Why drafting was held back, where it was."""
+    choices: dict[str, Any] = field(default_factory=dict)
+    """What an adaptive schedule chose: rounds by nodes per row, when drafting was switched off and why, and the mean
+    absolute error of the seconds it predicted."""
 
     @property
     def num_spec_steps(self) -> int:
@@ -172,7 +194,7 @@ class SpeculationStats:
             "strategy verifier lossless num_spec_steps num_draft_tokens num_accepted_draft_tokens num_emitted_tokens "
             "mean_acceptance_length draft_acceptance_rate acceptance_histogram acceptance_by_depth target_forwards "
             "draft_forwards prefill_seconds draft_seconds verify_seconds other_seconds total_seconds overhead_share "
-            "notes"
+            "notes choices"
         )
         return {name: getattr(self, name) for name in names.split()}
 

@@ -259,6 +259,45 @@ def siblings(parents: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, to
     return [(rows, above, nodes, elder) for rows, above, nodes, elder in columns]
 
 
+def select_nodes(tree: DraftTree, kept: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> DraftTree:
+    """The tree of some nodes of each row, renumbered; rows with fewer are padded.
+
+    Args:
+        tree: without `probs`, whose rows would have to follow.
+        kept: nodes per row, ascending, the root and the parents of all of them included.
+        parents: those of the tree, on the host.
+    """
+    size = max(map(len, kept))
+    places = [{node: place for place, node in enumerate(own)} for own in kept]
+    above = [
+        [place.get(row[node], -1) for node in own] + [-1] * (size - len(own))
+        for own, row, place in zip(kept, parents, places, strict=True)
+    ]
+    index = torch.tensor([[*own, *[0] * (size - len(own))] for own in kept], device=tree.tokens.device)
+    values = None if tree.values is None else tree.values.gather(1, index)
+    return DraftTree(
+        tree.tokens.gather(1, index),
+        torch.tensor(above, device=tree.tokens.device),
+        tree.sampled.gather(1, index),
+        values=values,
+    )
+
+
+def fit(tree: DraftTree, roots: Sequence[int], width: int, size: int) -> DraftTree:
+    """The first `size` nodes of a tree below these roots; a node whose parent does not come before it is padding.
+
+    Args:
+        width: 1 for a chain: there the parent comes right before.
+    """
+    root = torch.tensor(roots, device=tree.tokens.device).unsqueeze(1)
+    nodes = torch.arange(tree.size, device=root.device)
+    parents = torch.where(tree.parents < nodes, tree.parents, -1).index_fill(1, nodes[:1], -1)
+    if width == 1:
+        parents = torch.where(parents == nodes - 1, parents, -1)
+    tokens = torch.cat([root, tree.tokens[:, 1:].long()], 1)
+    return DraftTree(tokens, parents.long(), tree.sampled, tree.probs, tree.values).first(size)
+
+
 def keep_nodes(tree: DraftTree, allowed: torch.Tensor) -> DraftTree:
     """The tree with every node that is not `allowed`, and everything below it, turned into padding.
 

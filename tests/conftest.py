@@ -16,6 +16,12 @@ import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_specdec import config
+
+config.DEFAULT_SCHEDULE = (
+    "constant"  # what tests draft must not depend on the clock; test_schedules.py has the default
+)
+
 VOCABULARY = 96
 PAD = 0
 IMAGE_TOKEN = 90  # ids from 90 up never occur in text: they are placeholders of the vision models

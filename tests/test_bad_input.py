@@ -20,7 +20,7 @@ OPTIONS = {"max_new_tokens": 4, "do_sample": False}
         ({"strategy_options": [1]}, "strategy_options=[1]"),
         ({"verifier": ["exact"]}, "Did you mean 'exact'"),
         ({"verifier": {}}, "Known: block, exact"),
-        ({"schedule": {}}, "Known: constant"),
+        ({"schedule": {}}, "Known: adaptive, constant"),
         ({"schedule": ["constant"]}, "Did you mean 'constant'"),
         ({"strategy": torch.nn.Linear(2, 2)}, "PreTrainedModel"),
         ({"strategy": torch.nn.Linear}, "PreTrainedModel"),

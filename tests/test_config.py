@@ -43,7 +43,7 @@ def test_frozen():
 
 def test_defaults():
     config = SpecDecConfig(strategy="suffix")
-    assert (config.verifier, config.max_draft_tokens, config.schedule) == ("exact", None, "constant")
+    assert (config.verifier, config.max_draft_tokens, config.schedule) == ("exact", None, None)
     assert config.draft_tokens() == Suffix.default_draft_tokens
     assert SpecDecConfig(strategy="suffix", max_draft_tokens=0).draft_tokens() == 0
 

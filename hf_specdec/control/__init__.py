@@ -1,6 +1,23 @@
-"""Policies for the length of a draft."""
+"""Policies for the size of drafts."""
 
-from .base import SCHEDULES, Controller
-from .fixed import FixedController
+from .adaptive import Adaptive, AdaptiveController, ControlMemory
+from .base import SCHEDULES, Controller, Schedule, Scope, as_schedule
+from .cost import CostModel, load_costs, machine_key, save_costs
+from .fixed import Constant, FixedController
 
-__all__ = ["SCHEDULES", "Controller", "FixedController"]
+__all__ = [
+    "SCHEDULES",
+    "Adaptive",
+    "AdaptiveController",
+    "Constant",
+    "ControlMemory",
+    "Controller",
+    "CostModel",
+    "FixedController",
+    "Schedule",
+    "Scope",
+    "as_schedule",
+    "load_costs",
+    "machine_key",
+    "save_costs",
+]

@@ -2,7 +2,7 @@
 
 from .adapter import CandidateAdapter
 from .base import Drafter, DraftStrategy, known_strategies, register_strategy
-from .combined import Cascade, Free, Merge
+from .combined import Auto, Cascade, Free, Merge
 from .draft_model import DraftModel, frequent_tokens
 from .layer_skip import LayerSkip
 from .lookahead import Lookahead, LookaheadMemory
@@ -12,6 +12,7 @@ from .recycling import Recycling, RecyclingMemory
 from .suffix import Suffix, SuffixMemory
 
 __all__ = [
+    "Auto",
     "CandidateAdapter",
     "Cascade",
     "DraftModel",

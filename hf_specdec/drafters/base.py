@@ -29,12 +29,16 @@ class Drafter(CandidateGenerator, ABC):
 
     Class attributes:
         stock_draft_tokens: draft length inside stock assisted decoding.
+        looks_up: it drafts from text or tables, without a model: asking costs little.
+        runs_model: it drafts by forward passes of a model; a plan of depth 0 spares them.
         top_tokens: how many of the target's likeliest next tokens `learn` is given; 0: `learn` is not called.
         forwards: forward passes of a draft model so far.
         forward_seconds: time spent in them.
     """
 
     stock_draft_tokens: int = 10
+    looks_up: bool = True
+    runs_model: bool = False
     top_tokens: int = 0
     forwards: int = 0
     forward_seconds: float = 0.0

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..errors import SpecDecError, unknown_name
 from ..state import DecodeView, Plan
-from ..tree import DraftTree, RowTree, union
+from ..tree import UNKNOWN, DraftTree, RowTree, union
 from .base import Drafter, DraftStrategy, build_strategy, register_strategy
 from .draft_model import DraftModel
 from .recycling import Recycling
@@ -172,6 +172,36 @@ class Cascade(_Combined):
         return CascadeDrafter([each.build(target, request) for each in self.strategies])
 
 
+@register_strategy("auto")
+@dataclass(frozen=True)
+class Auto(Cascade):
+    """What needs no thought: `free`, and with a draft model that model where it promises more than `free` does.
+
+    Under the adaptive schedule, its default, each round drafts as much as pays on this machine, or nothing.
+
+    Args:
+        model: a draft model, its name or path, settings of `DraftModel` as a dict, or the strategy itself; None drafts
+            without a model.
+    """
+
+    strategies: Any = field(init=False, repr=False, default=())
+    model: Any = None
+
+    needs: ClassVar[str] = "nothing; a draft model may be given"
+
+    def __post_init__(self) -> None:
+        members: list[DraftStrategy] = [Free()]
+        if self.model is not None:
+            settings = self.model if isinstance(self.model, Mapping) else {"model": self.model}
+            own = self.model if isinstance(self.model, DraftModel) else build_strategy("draft_model", dict(settings))
+            members.append(own)
+        object.__setattr__(self, "strategies", tuple(members))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings of the draft model."""
+        return {"model": None if self.model is None else self.strategies[1].to_dict()}
+
+
 class CombinedDrafter(Drafter):
     """Hands what happens on to all members."""
 
@@ -179,6 +209,15 @@ class CombinedDrafter(Drafter):
         self._members = members
         self.top_tokens = max(each.top_tokens for each in members)
         self.stock_draft_tokens = max(each.stock_draft_tokens for each in members)
+        self.looks_up = any(each.looks_up for each in members)
+        self.runs_model = any(each.runs_model for each in members)
+
+    def ask(self, member: Drafter, view: DecodeView, plan: Plan) -> DraftTree:
+        """A member's proposal, which is empty where the plan leaves members out that run a model."""
+        own = plan.for_model() if member.runs_model and not member.looks_up else plan
+        if not own.depth:
+            return DraftTree.from_chains(view.roots(), [[]] * view.rows, view.device)
+        return member.propose(view, own)
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
@@ -222,7 +261,7 @@ class MergeDrafter(CombinedDrafter):
 
     def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
         """The most valuable nodes of all proposals; under a plan for chains, of the paths to them the best one."""
-        trees = [each.propose(view, plan) for each in self._members]
+        trees = [self.ask(each, view, plan) for each in self._members]
         rows = [union([RowTree.of(tree, row) for tree in trees], plan.width, plan.nodes) for row in range(view.rows)]
         return DraftTree.from_rows(rows, view.device)
 
@@ -231,15 +270,33 @@ class CascadeDrafter(CombinedDrafter):
     """The first proposal of each row."""
 
     def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
-        """Ask one member after the other until every row has a proposal."""
+        """Ask one member after the other until every row has a proposal.
+
+        Under a plan with `enough`, until one promises as many tokens; the last that was asked goes before the others.
+        """
         chosen: DraftTree | None = None
         for each in self._members:
-            tree = each.propose(view, plan)
-            chosen = tree if chosen is None else fill_rows(chosen, tree)
-            if bool((chosen.parents[:, 1:] >= 0).any(1).all()):
+            tree = self.ask(each, view, plan)
+            if chosen is None:
+                chosen = tree
+            else:
+                chosen = fill_rows(chosen, tree) if plan.enough is None else fill_rows(tree, chosen)
+            if promised(chosen) >= plan.enough if plan.enough is not None else has_drafts(chosen):
                 break
         assert chosen is not None
         return chosen
+
+
+def has_drafts(tree: DraftTree) -> bool:
+    """Every row has a node below its root."""
+    return bool((tree.parents[:, 1:] >= 0).any(1).all())
+
+
+def promised(tree: DraftTree) -> float:
+    """Tokens per row that a round with this tree is expected to emit, by the drafter's own estimates."""
+    drafted = tree.parents >= 0
+    values = UNKNOWN**tree.depths if tree.values is None else tree.values
+    return 1 + float((values * drafted).sum()) / len(drafted)
 
 
 def fill_rows(tree: DraftTree, other: DraftTree) -> DraftTree:

@@ -104,6 +104,9 @@ class DraftModel(DraftStrategy):
 class ModelDrafter(Drafter):
     """The draft model's state in one call: its cache, and how much of each row is in it."""
 
+    looks_up = False
+    runs_model = True
+
     def __init__(self, model: PreTrainedModel, strategy: DraftModel, target: Any, request: Any):
         if request.extras.get("synced_gpus") and getattr(model, "_is_fsdp_managed_module", False):
             raise SpecDecError(

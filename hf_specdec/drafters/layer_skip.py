@@ -74,6 +74,9 @@ def _is_number(value: Any) -> bool:
 class LayerSkipDrafter(Drafter):
     """A part of the target in one call. Between rounds it keeps nothing."""
 
+    looks_up = False
+    runs_model = True
+
     def __init__(self, strategy: LayerSkip, target: Any, request: Any):
         if request.extras.get("synced_gpus"):
             raise SpecDecError(

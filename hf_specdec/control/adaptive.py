@@ -1,0 +1,357 @@
+"""Each round the draft with the most expected tokens per second, where "do not draft" is always a choice.
+
+With E(n) the tokens that a round with n draft tokens is expected to emit and C(n) its seconds, the choice is the n of
+the largest E(n) / C(n), over all n. A draft model's chain is sized before it is drafted, by its acceptance at each
+depth; what was looked up is asked for whole and pruned, node by node, by its calibrated values. A batch has one size
+for all rows, which are padded to it; what a row has no room for counts nothing.
+"""
+
+import copy
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from ..drafters.base import NEW_MEMORY
+from ..errors import SpecDecError
+from ..state import DecodeView, Plan
+from ..stats import StepRecord
+from ..tree import DraftTree, select_nodes
+from .acceptance import ChainAcceptance, ValueCalibration
+from .base import SCHEDULES, Controller, Schedule, Scope
+from .cost import CostModel, load_costs, machine_key
+
+PROBE_INTERVAL = 4
+"""Rounds without drafts before the first probe. A fruitless probe doubles it; after one that paid the next round is
+a probe as well."""
+PROBE_SHARE = 0.01
+"""Of the rounds' seconds, what probes may have cost on balance."""
+FIRST_ROUNDS = 3
+"""What the rate of a round counts for, in rounds, beside that of the rounds before it."""
+RECENT = 0.97
+"""By which the tokens and seconds of earlier rounds are forgotten per round."""
+WORTH_START, WORTH_RATE = 0.1, 0.15
+"""Gain over plain steps that lookups begin with, and how fast it follows what they promise."""
+
+
+@dataclass
+class Learned:
+    """What outlives a round: costs, the acceptance of a draft model's and of looked-up chains, and of values."""
+
+    costs: CostModel = field(default_factory=CostModel)
+    model_chains: ChainAcceptance = field(default_factory=ChainAcceptance)
+    lookup_chains: ChainAcceptance = field(default_factory=ChainAcceptance)
+    first_values: ValueCalibration = field(default_factory=ValueCalibration)
+    later_values: ValueCalibration = field(default_factory=ValueCalibration)
+
+
+class ControlMemory:
+    """What earlier calls learned, for `Adaptive(memory=...)`, by machine, model and strategy. Safe to share between
+    threads; of calls at the same time, the one that ends last is remembered."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._learned: dict[tuple[str, str], Learned] = {}
+
+    def __len__(self) -> int:
+        """Pairs of model and strategy remembered."""
+        return len(self._learned)
+
+    def recall(self, key: tuple[str, str]) -> Learned | None:
+        """A copy of what was learned, or None."""
+        with self._lock:
+            return copy.deepcopy(self._learned.get(key))
+
+    def store(self, key: tuple[str, str], learned: Learned) -> None:
+        """Remember it in place of what was known."""
+        with self._lock:
+            self._learned[key] = learned
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return {"_learned": copy.deepcopy(self._learned)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self._learned = state["_learned"]
+
+
+@dataclass(frozen=True)
+class Adaptive(Schedule):
+    """The draft with the most expected tokens per second, by costs and acceptance learned during the call.
+
+    Args:
+        memory: what earlier calls learned: a `ControlMemory`, or "new" for an empty one that all calls with this
+            object share; None starts afresh in each call.
+        profile: a file of measured costs, as `hf-specdec plan --save-costs` writes it; None learns them.
+    """
+
+    name: ClassVar[str] = "adaptive"
+
+    memory: ControlMemory | str | None = None
+    profile: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory == NEW_MEMORY:
+            object.__setattr__(self, "memory", ControlMemory())
+        if self.memory is not None and not isinstance(self.memory, ControlMemory):
+            raise SpecDecError(
+                f"adaptive: memory={self.memory!r} is no ControlMemory; give one, or {NEW_MEMORY!r}, or leave it out."
+            )
+
+    def build(self, scope: Scope) -> "AdaptiveController":
+        """The controller of one call. Raises `SpecDecError` when the profile lacks this machine and model."""
+        key = (machine_key(scope.model), type(scope.drafter).__qualname__)
+        memory = self.memory if isinstance(self.memory, ControlMemory) else None
+        learned = None if memory is None else memory.recall(key)
+        if learned is None:
+            learned = Learned() if self.profile is None else Learned(load_costs(self.profile, key[0]))
+        controller = AdaptiveController(scope, learned)
+        if memory is not None:
+            controller.at_end = lambda: memory.store(key, learned)
+        return controller
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings by field name; a memory as "new"."""
+        return {"memory": None if self.memory is None else NEW_MEMORY, "profile": self.profile}
+
+
+SCHEDULES[Adaptive.name] = Adaptive
+
+
+class AdaptiveController(Controller):
+    """The state of one call.
+
+    Args:
+        scope: what may be known of the call.
+        learned: what is known already; it learns on.
+
+    Attributes:
+        at_end: called once when the call ends.
+    """
+
+    def __init__(self, scope: Scope, learned: Learned):
+        self._scope = scope
+        self._learned = learned
+        self._costs = learned.costs
+        self.at_end = lambda: None
+        self._sizes: Counter[int] = Counter()
+        self._off: list[dict[str, Any]] = []
+        self._seconds = self._errors = self._predicted_seconds = 0.0
+        self._rounds = self._predictions = 0
+        self._recent_tokens = self._recent_seconds = 0.0
+        self._worth = WORTH_START
+        self._idle, self._interval, self._spent = 0, PROBE_INTERVAL, 0.0
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._probing = False
+        self._predicted = 0.0
+        self._forwards = self._scope.drafter.forwards
+        self._shown: tuple[list[list[int]], list[list[int]]] | None = None
+
+    def start(self, tokens: int, seconds: float) -> None:
+        """What the prompt's forward says about costs."""
+        self._costs.start(tokens, seconds)
+
+    def plan(self, view: DecodeView, rooms: Sequence[int]) -> Plan:
+        """A draft model's chain of the best length; for lookups the largest plan, while they are worth asking."""
+        self._begin_round()
+        plan = self._scope.largest(view.rows).within(max(rooms) - 1)
+        plain = self._costs.block(view.rows)
+        self._predicted = plain
+        if not plan.depth:
+            return plan
+        if self._scope.drafter.runs_model:
+            return self._plan_model(plan, rooms)
+        if self._worth < 0 and not self._probe_is_due(self._costs.lookup):
+            return plan.within(0)
+        self._predicted = self._costs.lookup + plain
+        return plan
+
+    def _plan_model(self, plan: Plan, rooms: Sequence[int]) -> Plan:
+        costs, rows = self._costs, len(rooms)
+        lookup = costs.lookup if self._scope.drafter.looks_up else 0.0
+        survival = self._learned.model_chains.survival(plan.depth)
+        expected, tokens, seconds = float(rows), [], []
+        for depth in range(plan.depth + 1):
+            if depth:
+                expected += survival[depth - 1] * sum(room > depth for room in rooms)
+            nodes = 1 + depth if plan.width == 1 or not depth else plan.nodes
+            tokens.append(expected)
+            seconds.append(lookup + depth * costs.draft_step + costs.block(rows * nodes))
+        depth = self._choose(tokens, seconds, rows)
+        self._predicted = seconds[depth]
+        if not self._scope.drafter.looks_up:
+            return plan.within(depth)
+        enough = tokens[depth] / seconds[depth] * (lookup + costs.block(rows * plan.nodes)) / rows
+        return replace(plan, model_depth=depth, enough=enough)
+
+    def _choose(self, tokens: Sequence[float], seconds: Sequence[float], rows: int) -> int:
+        """The size that gives the call the most tokens per second, but now and then another one to learn from.
+
+        A round's seconds are worth the tokens that the call emits in as many seconds: the best size is that of the
+        largest tokens - rate * seconds (renewal reward). The rate is that of the recent rounds, at first of this one.
+
+        Args:
+            tokens, seconds: by size, from 0 on.
+        """
+        rates = [count / cost for count, cost in zip(tokens, seconds)]
+        share = self._recent_seconds / (self._recent_seconds + FIRST_ROUNDS * seconds[0])
+        rate = max(rates) * (1 - share)
+        if share:
+            rate += max(self._recent_tokens / self._recent_seconds * rows, rates[0]) * share
+        gains = [count - rate * cost for count, cost in zip(tokens, seconds)]
+        best = gains.index(max(gains))
+        if best:
+            if self._rounds and not self._costs.observed(rows) and rates[best] < self._costs.doubt * rates[0]:
+                return 0
+            self._idle, self._interval = 0, PROBE_INTERVAL
+            return best
+        if len(rates) == 1:
+            return 0
+        least = max(range(1, len(rates)), key=rates.__getitem__)
+        return least if self._probing or self._probe_is_due(seconds[least] - seconds[0]) else 0
+
+    def _probe_is_due(self, extra_seconds: float) -> bool:
+        """Count a round in which drafting does not pay. Is it time to draft all the same, to see whether it would?"""
+        self._idle += 1
+        if self._idle == PROBE_INTERVAL and self._interval == PROBE_INTERVAL:
+            self._off.append({"round": self._rounds, "why": self._reason()})
+        if self._idle < self._interval or self._spent + extra_seconds > PROBE_SHARE * self._seconds:
+            return False
+        self._idle, self._interval, self._probing = 0, max(2 * self._interval, PROBE_INTERVAL), True
+        return True
+
+    def _reason(self) -> str:
+        two = self._costs.block(2) / self._costs.block(1)
+        chain = self._learned.model_chains if self._scope.drafter.runs_model else self._learned.lookup_chains
+        return (
+            f"a first draft token is accepted with probability {chain.survival(1)[0]:.2f}, and a forward of two "
+            f"tokens costs {two:.2f} of one"
+        )
+
+    def prune(self, view: DecodeView, tree: DraftTree) -> DraftTree:
+        """The nodes of looked-up drafts whose gain is above their cost, as many in each row."""
+        if tree.size == 1 or self._scope.drafter.forwards > self._forwards:
+            return tree
+        parents = tree.parents.tolist()
+        places, chances = self._judge(tree, parents)
+        orders = [
+            sorted((node for node, above in enumerate(own) if above >= 0), key=lambda node: -chance[node])
+            for own, chance in zip(parents, chances)
+        ]
+        rows, most = len(orders), max(map(len, orders))
+        expected, lookup = float(rows), self._costs.lookup
+        tokens, seconds = [expected], [lookup + self._costs.block(rows)]
+        for count in range(most):
+            for order, chance in zip(orders, chances):
+                if count < len(order):
+                    expected += chance[order[count]]
+            tokens.append(expected)
+            seconds.append(lookup + self._costs.block(rows * (2 + count)))
+        count = self._choose(tokens, seconds, rows)
+        gain = tokens[count] / rows - seconds[count] / self._costs.block(rows)
+        self._worth += WORTH_RATE * (gain - self._worth)
+        self._predicted = seconds[count]
+        kept = [[0, *sorted(order[:count])] for order in orders]
+        if count < most or most + 1 < tree.size:
+            tree, parents = select_nodes(tree, kept, parents), [_renumbered(*each) for each in zip(parents, kept)]
+        else:
+            kept = [list(range(tree.size))] * rows
+        if places is not None:
+            self._shown = parents, [[own[node] for node in nodes] for own, nodes in zip(places, kept)]
+        return tree
+
+    def _judge(
+        self, tree: DraftTree, parents: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]] | None, list[list[float]]]:
+        """Per row and node, the bin of its value, and the probability that it is accepted."""
+        chances: list[list[float]] = []
+        if tree.values is None:
+            survival = [1.0, *self._learned.lookup_chains.survival(tree.size)]
+            for above in parents:
+                depths = [0] * len(above)
+                for node, parent in enumerate(above):
+                    if parent >= 0:
+                        depths[node] = depths[parent] + 1
+                chances.append([survival[depth] for depth in depths])
+            return None, chances
+        first, later, places = self._learned.first_values, self._learned.later_values, []
+        for above, values in zip(parents, tree.values.tolist()):
+            bins, chance = [0] * len(above), [1.0] * len(above)
+            for node, parent in enumerate(above):
+                if parent >= 0:
+                    bins[node] = first.bin(values[node] / values[parent] if values[parent] > 0 else 0.0)
+                    chance[node] = chance[parent] * (later if parent else first).estimate(bins[node])
+            places.append(bins)
+            chances.append(chance)
+        return places, chances
+
+    def observe(self, record: StepRecord) -> None:
+        """Costs, acceptance, and what the choice was worth."""
+        costs = self._costs
+        block = record.step_seconds - record.draft_seconds
+        costs.observe_block(record.rows * record.nodes, block)
+        if record.draft_forwards:
+            lookup = costs.lookup if self._scope.drafter.looks_up else 0.0
+            costs.observe_model_draft(record.draft_forwards, max(record.draft_seconds - lookup, 0.0))
+        elif record.plan.depth and self._scope.drafter.looks_up:
+            costs.observe_lookup(record.draft_seconds)
+        self._learn(record)
+        if self._probing:
+            lost = record.step_seconds - (1 + sum(record.accepted) / record.rows) * costs.block(record.rows)
+            self._spent = max(0.0, self._spent + lost)
+            if lost < 0:
+                self._interval = 1
+        if self._rounds:  # before the first one nothing is known of this call
+            self._errors += abs(self._predicted - record.step_seconds)
+            self._predicted_seconds += record.step_seconds
+            self._predictions += 1
+        self._rounds += 1
+        self._seconds += record.step_seconds
+        self._recent_tokens = RECENT * self._recent_tokens + 1 + sum(record.accepted) / record.rows
+        self._recent_seconds = RECENT * self._recent_seconds + record.step_seconds
+        self._sizes[record.nodes] += 1
+
+    def _learn(self, record: StepRecord) -> None:
+        judged = [row for row, depth in enumerate(record.reached) if depth]
+        if not judged:
+            return
+        chains = self._learned.model_chains if record.draft_forwards else self._learned.lookup_chains
+        chains.observe([record.accepted[row] for row in judged], [record.reached[row] for row in judged])
+        if self._shown is None:
+            return
+        seen: dict[bool, tuple[list[int], list[int]]] = {False: ([], []), True: ([], [])}
+        for row in judged:
+            path = record.paths[row][: record.accepted[row]]
+            cut = record.reached[row] == record.accepted[row]
+            asked = {0, *(path[:-1] if cut else path)}
+            taken = set(path)
+            for node, (parent, place) in enumerate(zip(self._shown[0][row], self._shown[1][row])):
+                if parent in asked:
+                    seen[parent == 0][node not in taken].append(place)
+        self._learned.first_values.observe(*seen[True])
+        self._learned.later_values.observe(*seen[False])
+
+    def finish(self) -> None:
+        """Hand on what was learned."""
+        self.at_end()
+
+    def report(self) -> dict[str, Any]:
+        """Rounds by block size, when drafting was switched off and why, and how well seconds were predicted."""
+        count = max(self._predictions, 1)
+        return {
+            "schedule": Adaptive.name,
+            "rounds_by_nodes": {str(nodes): rounds for nodes, rounds in sorted(self._sizes.items())},
+            "switched_off": self._off,
+            "mean_absolute_error_seconds": self._errors / count,
+            "mean_round_seconds": self._predicted_seconds / count,
+        }
+
+
+def _renumbered(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
+    """The parents of some nodes, which are renumbered in order."""
+    places = {node: place for place, node in enumerate(kept)}
+    return [places.get(parents[node], -1) for node in kept]

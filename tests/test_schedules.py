@@ -1,0 +1,127 @@
+"""Schedules in real calls: the default one, and texts that do not depend on what a schedule chooses."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from cases import Way, call, compare, draft_model, new_ids, plain_model, spec_model, ways
+from conftest import prompt
+from oracle import Oracle
+
+from hf_specdec import Adaptive, Auto, DraftTree, SpecDecConfig, SpecDecError, config
+from hf_specdec.control import Controller, Schedule, Scope
+from hf_specdec.drafters import DraftModel, Free
+from hf_specdec.state import DecodeView, Plan
+from hf_specdec.tree import select_nodes
+
+
+class Capricious(Controller):
+    """Any plan, and any part of a tree."""
+
+    def __init__(self, scope: Scope, seed: int):
+        self._largest = scope.largest
+        self._rng = random.Random(seed)
+
+    def plan(self, view: DecodeView, rooms: Sequence[int]) -> Plan:
+        plan = self._largest(view.rows).within(self._rng.choice([0, 1, 3, 50]))
+        wanted = self._rng.choice([None, 0, 2])
+        return Plan(plan.depth, plan.width, plan.nodes, wanted, self._rng.choice([None, 1.0, 9.0]))
+
+    def prune(self, view: DecodeView, tree: DraftTree) -> DraftTree:
+        parents, kept = tree.parents.tolist(), []
+        for row in parents:
+            own = [0]
+            for node, parent in enumerate(row):
+                if parent in own and self._rng.random() < 0.7:
+                    own.append(node)
+            kept.append(own)
+        return select_nodes(tree, kept, parents)
+
+
+@dataclass(frozen=True)
+class Whims(Schedule):
+    """A `Capricious` controller per call."""
+
+    name: ClassVar[str] = "whims"
+    seed: int = 0
+
+    def build(self, scope: Scope) -> Capricious:
+        return Capricious(scope, self.seed)
+
+
+def strategies(text: list[list[int]]):
+    return {
+        "oracle": Oracle.of([[*own, *own] for own in text], 0.2, siblings=2),
+        "free": Free(),
+        "auto": Auto(),
+        "auto with a model": Auto(draft_model()),
+        "draft_model": DraftModel(draft_model()),
+    }
+
+
+@pytest.mark.parametrize("name", strategies([[0]]))
+@pytest.mark.parametrize("schedule", [Whims(1), Whims(2), Adaptive()], ids=["whims-1", "whims-2", "adaptive"])
+@ways(strategies=("any",))
+def test_the_text_does_not_depend_on_what_is_chosen(way, schedule, name):
+    text = new_ids(call(plain_model(), prompt(way.batch), way), prompt(way.batch)["input_ids"].shape[1])
+    compare(way, assistant_strategy=SpecDecConfig(strategies(text)[name], schedule=schedule))
+
+
+def test_adaptive_is_the_default_where_the_text_does_not_depend_on_drafts(monkeypatch):
+    monkeypatch.setattr(config, "DEFAULT_SCHEDULE", "adaptive")
+    for verifier in ("exact", "rejection", "block", "typical", "threshold"):
+        expected = "adaptive" if verifier == "exact" else "constant"
+        assert SpecDecConfig("suffix", verifier=verifier).bound_schedule.name == expected
+    assert SpecDecConfig("suffix", verifier="rejection", schedule="adaptive").bound_schedule.name == "adaptive"
+
+
+def test_schedules_survive_a_dict():
+    for schedule in (None, "constant", "adaptive", Adaptive(), {"name": "adaptive", "profile": None}):
+        own = SpecDecConfig("suffix", schedule=schedule)
+        again = SpecDecConfig.from_dict(json.loads(json.dumps(own.to_dict())))
+        assert again.bound_schedule == own.bound_schedule
+    for wrong, message in (("adaptve", "'adaptive'"), ({"name": "adaptive", "memry": 1}, "'memory'"), (3, "constant")):
+        with pytest.raises(SpecDecError, match=message):
+            SpecDecConfig("suffix", schedule=wrong)
+
+
+def test_a_profile_of_another_machine_is_refused(tmp_path):
+    schedule = Adaptive(profile=str(tmp_path / "none.json"))
+    with pytest.raises(SpecDecError, match="cannot be read as a file of costs"):
+        spec_model().generate(**prompt(1), assistant_strategy=SpecDecConfig("suffix", schedule=schedule))
+
+
+def test_choices_are_reported():
+    inputs = prompt(1)
+    text = new_ids(call(plain_model(), inputs, Way("any", 1, False)), inputs["input_ids"].shape[1])
+    strategy = Oracle.of(text)
+    out = call(
+        spec_model(),
+        inputs,
+        Way("any", 1, False),
+        assistant_strategy=SpecDecConfig(strategy, max_draft_tokens=3, schedule=Adaptive(memory="new")),
+    )
+    stats = json.loads(json.dumps(out.speculation.to_dict()))
+    sizes = stats["choices"]["rounds_by_nodes"]
+    assert sum(sizes.values()) == stats["num_spec_steps"]
+    assert max(map(int, sizes)) <= 4
+    assert stats["choices"]["mean_round_seconds"] > 0
+
+
+@pytest.mark.parametrize("kept", [[[0, 2, 3], [0, 1]], [[0], [0, 1, 4]], [[0], [0]]])
+def test_selected_nodes_keep_tokens_and_parents(kept):
+    tokens = torch.tensor([[9, 1, 2, 3, 4], [8, 5, 6, 7, 0]])
+    parents = torch.tensor([[-1, 0, 0, 2, 3], [-1, 0, 1, -1, 1]])
+    tree = DraftTree(tokens, parents, torch.zeros_like(tokens, dtype=torch.bool), values=tokens / 10)
+    chosen = select_nodes(tree, kept, parents.tolist())
+    assert chosen.size == max(map(len, kept))
+    for row, own in enumerate(kept):
+        for node in range(chosen.size):
+            old = own[node] if node < len(own) else 0
+            assert chosen.tokens[row, node] == tokens[row, old]
+            above = int(chosen.parents[row, node])
+            assert (own[above] if above >= 0 else -1) == (parents[row, old] if 0 < node < len(own) else -1)
