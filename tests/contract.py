@@ -15,7 +15,7 @@ import torch
 from cases import PHRASE, draft_model
 from transformers import PreTrainedModel
 
-from hf_specdec.control.base import Controller
+from hf_specdec.control.base import Controller, Schedule, Scope
 from hf_specdec.drafters import base
 from hf_specdec.drafters.base import Drafter, DraftStrategy, build_strategy, known_strategies
 from hf_specdec.state import DecodeView, Plan
@@ -97,12 +97,21 @@ PLANS = (
 class Varied(Controller):
     """Grants `PLANS` in turn."""
 
-    def __init__(self, largest: Any):
+    def __init__(self) -> None:
         self._plans = itertools.cycle(PLANS)
 
-    def plan(self, view: DecodeView) -> Plan:
+    def plan(self, view: DecodeView, rooms: Sequence[int]) -> Plan:
         """The next one."""
         return next(self._plans)
+
+
+@dataclass(frozen=True)
+class Various(Schedule):
+    """The schedule of `Varied`."""
+
+    def build(self, scope: Scope) -> Varied:
+        """The controller of one call."""
+        return Varied()
 
 
 def children(parents: Sequence[int], node: int) -> list[int]:

@@ -13,13 +13,12 @@ import pytest
 import torch
 from cases import Copy, Way, base_text, call, compare, copying, in_threads, refused, snapshot, spec_model, ways
 from conftest import ForwardCounter, prompt, tiny
-from contract import NAMES, STRATEGIES, PhraseBook, Varied, assert_drawn_from_its_law, assert_within, make, watched
+from contract import NAMES, STRATEGIES, PhraseBook, Various, assert_drawn_from_its_law, assert_within, make, watched
 from test_cases_law import PASS, draws, joint_law, p_value, small
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import hf_specdec
 from hf_specdec import VERIFIERS, DecodeView, DraftTree, Plan, SpecDecConfig, SpecDecError
-from hf_specdec.control import SCHEDULES
 from hf_specdec.drafters import base
 from hf_specdec.generate import mismatch
 
@@ -98,10 +97,9 @@ def test_the_law_under_rejection_is_the_targets(name):
 
 
 @ways(NAMES, samples=(False,))
-def test_plans_are_respected(way, monkeypatch):
-    monkeypatch.setitem(SCHEDULES, "varied", Varied)
+def test_plans_are_respected(way):
     chosen = make(way.strategy)
-    config = SpecDecConfig(strategy=chosen, schedule="varied", max_draft_tokens=11)
+    config = SpecDecConfig(strategy=chosen, schedule=Various(), max_draft_tokens=11)
     with watched(chosen) as watch:
         compare(way, inputs=copying(way.batch), assistant_strategy=config, **repeating())
     assert watch.rounds
@@ -256,6 +254,10 @@ def test_stock_assisted_decoding_takes_it(name, copied):
     options = {"do_sample": False, **(repeating() if copied else {"max_new_tokens": 24})}
     expected = model.generate(**inputs, **options)
     drafter = drafter_of(make(name), inputs)
+    if drafter.on_target:
+        with pytest.raises(SpecDecError, match="drafts on the target's own K/V"):
+            drafter.get_candidates(inputs["input_ids"])
+        return
     model._get_candidate_generator = lambda *_, **__: drafter
     with ForwardCounter(model) as forwards:
         found = model.generate(**inputs, **options, prompt_lookup_num_tokens=3)
@@ -265,10 +267,10 @@ def test_stock_assisted_decoding_takes_it(name, copied):
 
 @each_strategy
 def test_a_strategy_says_what_it_is(name):
-    cls = STRATEGIES[name]
+    cls, strategy = STRATEGIES[name], make(name)
     assert cls.name == name
     assert cls.needs and "\n" not in cls.needs
-    assert cls.default_draft_tokens >= 1
+    assert strategy.default_draft_tokens >= 1 and strategy.default_width >= 1
     assert cls.__doc__ and not cls.__doc__.startswith(f"{cls.__name__}("), "a docstring of its own"
 
 

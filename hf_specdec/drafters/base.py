@@ -31,6 +31,7 @@ class Drafter(CandidateGenerator, ABC):
         stock_draft_tokens: draft length inside stock assisted decoding.
         looks_up: it drafts from text or tables, without a model: asking costs little.
         runs_model: it drafts by forward passes of a model; a plan of depth 0 spares them.
+        on_target: it drafts on the target's own K/V, so it serves no other loop.
         top_tokens: how many of the target's likeliest next tokens `learn` is given; 0: `learn` is not called.
         forwards: forward passes of a draft model so far.
         forward_seconds: time spent in them.
@@ -39,6 +40,7 @@ class Drafter(CandidateGenerator, ABC):
     stock_draft_tokens: int = 10
     looks_up: bool = True
     runs_model: bool = False
+    on_target: bool = False
     top_tokens: int = 0
     forwards: int = 0
     forward_seconds: float = 0.0
@@ -73,7 +75,16 @@ class Drafter(CandidateGenerator, ABC):
         """Called once when the call ends, also when it ends with an exception."""
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """The interface of stock assisted decoding: `input_ids` of shape `(1, L)` with the draft appended."""
+        """The interface of stock assisted decoding: `input_ids` of shape `(1, L)` with the draft appended.
+
+        Raises:
+            SpecDecError: the strategy drafts on the target's K/V, which stock assisted decoding keeps to itself.
+        """
+        if self.on_target:
+            raise SpecDecError(
+                f"{type(self).__name__} drafts on the target's own K/V, which stock assisted decoding does not share. "
+                "Call `hf_specdec.enable(model)` and give the strategy as assistant_strategy=..."
+            )
         history = input_ids[0].tolist()
         view = DecodeView.of_sequences([history], input_ids.device, prompt_lengths=[len(history)])
         if (known := getattr(self, "_stock_view", None)) is None:
@@ -97,7 +108,7 @@ NEW_MEMORY = "new"
 def check_count(owner: str, name: str, value: Any) -> None:
     """Raise `SpecDecError` unless the setting is a whole number of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SpecDecError(f"{owner}: {name}={value!r}, but it must be a whole number of at least 1.")
+        raise SpecDecError(f"{owner}: {name}={value!r} is no count; use a whole number of at least 1.")
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:

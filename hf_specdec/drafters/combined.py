@@ -211,6 +211,7 @@ class CombinedDrafter(Drafter):
         self.stock_draft_tokens = max(each.stock_draft_tokens for each in members)
         self.looks_up = any(each.looks_up for each in members)
         self.runs_model = any(each.runs_model for each in members)
+        self.on_target = any(each.on_target for each in members)
 
     def ask(self, member: Drafter, view: DecodeView, plan: Plan) -> DraftTree:
         """A member's proposal, which is empty where the plan leaves members out that run a model."""

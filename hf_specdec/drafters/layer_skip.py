@@ -76,6 +76,7 @@ class LayerSkipDrafter(Drafter):
 
     looks_up = False
     runs_model = True
+    on_target = True
 
     def __init__(self, strategy: LayerSkip, target: Any, request: Any):
         if request.extras.get("synced_gpus"):

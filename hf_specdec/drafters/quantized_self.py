@@ -98,6 +98,8 @@ class QuantizedSelf(DraftStrategy):
 class QuantizedDrafter(ModelDrafter):
     """Forwards of the quantised model on the target's cache; no state of its own."""
 
+    on_target = True
+
     def __init__(self, model: PreTrainedModel, target: Any, request: Any):
         self._model = model
         self._target = target
