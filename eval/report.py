@@ -16,6 +16,7 @@ from hf_specdec import SpecDecError
 from .charts import BASELINE, charts
 from .page import Grid, render_page, token_texts
 from .rows import write_atomically
+from .summary import FEWEST_UNITS
 
 SCHEMA_VERSION = 1
 
@@ -102,7 +103,7 @@ def _cells(results: dict[str, Any], label: str) -> dict[str, dict[str, Any]]:
 def _certainty(cells: dict[str, dict[str, Any]], confidence: float) -> str:
     parts = []
     for task, cell in cells.items():
-        said = f"{task} {cell['speedup']:.2f}x (no interval: it needs two prompts)"
+        said = f"{task} {cell['speedup']:.2f}x (no interval: it needs {FEWEST_UNITS} prompts)"
         if cell["speedup_interval"]:
             low, high = cell["speedup_interval"]
             noise = ", within noise" if cell["within_noise"] else ""

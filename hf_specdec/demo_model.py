@@ -147,7 +147,5 @@ def noisy_directory(scale: float) -> Path:
     return draft_directory(f"noise-{scale}", lambda model: noisy_copy(model, scale))
 
 
-NOISE = 0.4
-
-if __name__ == "__main__":  # for scripts: the directories of the target and of two draft models
-    print(smollm2_directory(), shallow_directory(4), noisy_directory(NOISE), sep="\n")
+if __name__ == "__main__":  # for scripts: the target's directory, and a draft model's
+    print(smollm2_directory(), shallow_directory(4), sep="\n")
