@@ -163,13 +163,16 @@ class Meter:
         rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         new = [self._cut(row, first.stop, prompt) for row, prompt in zip(rows, prompts)]
         speculation = getattr(output, "speculation", None)
+        forwards = clock.count if speculation is None else speculation.target_forwards  # parts of the target may draft
+        if method.kind == PLAIN:
+            forwards = max(map(len, new))
         return {
             "prompt_tokens": [len(each) for each in prompts],
             "token_ids": new,
             "text": [self.tokenizer.decode(each, skip_special_tokens=True) for each in new],
             "seconds": seconds,
             "prefill_seconds": clock.first_ended - started,
-            "target_forwards": max(map(len, new)) if method.kind == PLAIN else clock.count,
+            "target_forwards": forwards,
             "speculation": None
             if speculation is None
             else {
