@@ -11,6 +11,7 @@ from conftest import prompt, tiny
 from text_models import CHAT_TEMPLATE, make_model, make_tokenizer
 
 import hf_specdec
+from hf_specdec import config
 from hf_specdec.drafters import base
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -40,6 +41,7 @@ PAGES = sorted(set((DOCS / "strategies").glob("*.md")) - {INDEX}, key=lambda pag
 def test_the_example_of_a_strategy_page_runs(page, monkeypatch, tmp_path, capsys):
     """On a tiny model, so numbers differ from those printed there; the lines are the same."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(config, "DEFAULT_SCHEDULE", "adaptive")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
