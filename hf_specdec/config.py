@@ -191,6 +191,41 @@ class SpecDecConfig:
             else {"name": self.bound_schedule.name, **self.bound_schedule.to_dict()},
         }
 
+    def to_vllm(self) -> dict[str, Any]:
+        """What vLLM takes as `speculative_config` for the same drafts: `LLM(model, speculative_config=...)`.
+
+        `prompt_lookup` is vLLM's method `ngram`; `suffix` and `draft_model` have the same name there. A number of
+        draft tokens that was left out becomes this package's default for one row; `max_width` and `schedule` left out
+        ask for nothing, and vLLM drafts chains with the same limit in every round. Suffix's `max_context` becomes
+        `suffix_decoding_max_tree_depth`, which bounds match and draft together there.
+
+        Raises:
+            SpecDecError: for what vLLM has no counterpart of: other strategies, memories, trees, schedules, lossy
+                verifiers.
+        """
+        from .vllm import to_vllm  # it is made of what is here
+
+        return to_vllm(self)
+
+    @classmethod
+    def from_vllm(cls, mapping: Mapping[str, Any], draft_model: Any = None) -> "SpecDecConfig":
+        """The config that drafts as vLLM does with this `speculative_config`: chains with one limit for all rounds.
+
+        What is left out has vLLM's default, with one exception: `suffix_decoding_max_cached_requests` left out is 0,
+        since what one call remembers for the next is an object here, `Suffix(memory=...)`.
+
+        Args:
+            mapping: fields by name; None is the same as absent.
+            draft_model: for the method `draft_model`, what to draft with instead of the model that the mapping names:
+                a loaded model, another name or path.
+
+        Raises:
+            SpecDecError: for a method or field that has no counterpart here.
+        """
+        from .vllm import from_vllm  # it is made of what is here
+
+        return from_vllm(mapping, draft_model)
+
 
 def resolve_strategy(strategy: Any) -> DraftStrategy:
     """The strategy object that `strategy` stands for."""
