@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from .config import SpecDecConfig
+from .config import FILE_ENDINGS, SpecDecConfig
 from .drafters.base import known_strategies
 from .errors import SpecDecError
 from .mixin import enable
@@ -35,6 +35,7 @@ app = typer.Typer(
 )
 
 PLAIN = "none"
+DEFAULT_VERIFIER = "exact"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ACCEPTED_STYLE = "bold green"
 
@@ -122,12 +123,24 @@ def build_config(
     strategy: str | None,
     draft_model: str | None,
     options: dict[str, Any],
-    verifier: str,
+    verifier: str | None,
     max_draft_tokens: int | None,
     verifier_options: dict[str, Any] | None = None,
 ) -> SpecDecConfig | None:
     """The request that the command line stands for; None for plain `generate`."""
     name = strategy or ("draft_model" if draft_model else "suffix")
+    if name.endswith(FILE_ENDINGS):
+        given = {
+            "--draft-model": draft_model,
+            "--option": options or None,
+            "--verifier": verifier,
+            "--verifier-option": verifier_options or None,
+            "--max-draft-tokens": max_draft_tokens,
+        }
+        for flag, value in given.items():
+            if value is not None:
+                raise SpecDecError(f"{flag} and the file {name!r} would both say it; write it into the file.")
+        return SpecDecConfig.from_file(name)
     if draft_model is not None:
         if name != "draft_model":
             raise SpecDecError(f"--draft-model goes with --strategy draft_model, not with {name!r}.")
@@ -143,7 +156,7 @@ def build_config(
     return SpecDecConfig(
         strategy=name,
         strategy_options=options,
-        verifier=verifier,
+        verifier=DEFAULT_VERIFIER if verifier is None else verifier,
         verifier_options=verifier_options or {},
         max_draft_tokens=max_draft_tokens,
     )
@@ -214,13 +227,19 @@ def generate(
     model: Annotated[str, typer.Option(help="Target model: a name on the hub or a directory.")],
     prompt: Annotated[str, typer.Option(help="The prompt; '-' reads it from standard input.")],
     strategy: Annotated[
-        str | None, typer.Option(help=f"Draft strategy (see `hf-specdec strategies`), or '{PLAIN}'. Default: suffix.")
+        str | None,
+        typer.Option(
+            help=f"Draft strategy (see `hf-specdec strategies`), a YAML or JSON file of one, or '{PLAIN}'. "
+            "Default: suffix."
+        ),
     ] = None,
     draft_model: Annotated[str | None, typer.Option(help="Draft model of strategy draft_model.")] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="A setting of the strategy, NAME=VALUE; repeatable.")
     ] = None,
-    verifier: Annotated[str, typer.Option(help=f"Acceptance rule: {', '.join(VERIFIERS)}.")] = "exact",
+    verifier: Annotated[
+        str | None, typer.Option(help=f"Acceptance rule: {', '.join(VERIFIERS)}. Default: {DEFAULT_VERIFIER}.")
+    ] = None,
     verifier_option: Annotated[
         list[str] | None, typer.Option(help="A setting of the acceptance rule, NAME=VALUE; repeatable.")
     ] = None,

@@ -1,9 +1,13 @@
 """What the user asks for, in one frozen object."""
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
@@ -21,6 +25,9 @@ DEFAULT_SCHEDULE = "adaptive"
 ROUND_TOKENS = 32
 """Tokens that a batched round verifies at most by default, the roots included. Up to here a forward pass on a CPU
 costs little more than one of single tokens."""
+
+FILE_ENDINGS = (".yaml", ".yml", ".json")
+"""Of a file that holds the fields of a `SpecDecConfig`."""
 
 
 @dataclass(frozen=True)
@@ -116,14 +123,48 @@ class SpecDecConfig:
         """The config that an `assistant_strategy` argument stands for.
 
         Args:
-            request: a name, a `DraftStrategy`, a `PreTrainedModel`, a `SpecDecConfig`, a dict of one, or a factory of
-                a transformers `CandidateGenerator`.
+            request: a name, a `DraftStrategy`, a `PreTrainedModel`, a `SpecDecConfig`, a dict of one, a file of one (a
+                `Path`, or a string that ends in .yaml, .yml or .json), or a factory of a transformers
+                `CandidateGenerator`.
         """
         if isinstance(request, SpecDecConfig):
             return request
         if isinstance(request, Mapping):
             return cls.from_dict(request)
+        if isinstance(request, os.PathLike) or (isinstance(request, str) and request.endswith(FILE_ENDINGS)):
+            return cls.from_file(request)
         return cls(strategy=request)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> "SpecDecConfig":
+        """The config whose fields a YAML or JSON file holds, such as `hf-specdec plan --save FILE` writes.
+
+        Raises:
+            SpecDecError: the file cannot be read, holds no mapping, or a field that does not exist or has no such
+                value.
+        """
+        name = os.fspath(path)
+        if not name.endswith(FILE_ENDINGS):
+            raise SpecDecError(
+                f"{name!r} is no file of a SpecDecConfig, which ends in {', '.join(FILE_ENDINGS)}; for a draft model "
+                f"in a directory give DraftModel({name!r})."
+            )
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            values = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: no UTF-8, no JSON
+            reason = " ".join(str(error).split())
+            raise SpecDecError(
+                f"{name!r} cannot be read: {reason}. Give a YAML or JSON file with the fields of a SpecDecConfig."
+            ) from error
+        if not isinstance(values, Mapping):
+            raise SpecDecError(
+                f"{name!r} holds no mapping; write the fields of a SpecDecConfig into it, as in `strategy: suffix`."
+            )
+        try:
+            return cls.from_dict(values)
+        except SpecDecError as error:
+            raise SpecDecError(f"{name!r}: {error}") from error
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SpecDecConfig":
@@ -150,6 +191,41 @@ class SpecDecConfig:
             else {"name": self.bound_schedule.name, **self.bound_schedule.to_dict()},
         }
 
+    def to_vllm(self) -> dict[str, Any]:
+        """What vLLM takes as `speculative_config` for the same drafts: `LLM(model, speculative_config=...)`.
+
+        `prompt_lookup` is vLLM's method `ngram`; `suffix` and `draft_model` have the same name there. A number of
+        draft tokens that was left out becomes this package's default for one row; `max_width` and `schedule` left out
+        ask for nothing, and vLLM drafts chains with the same limit in every round. Suffix's `max_context` becomes
+        `suffix_decoding_max_tree_depth`, which bounds match and draft together there.
+
+        Raises:
+            SpecDecError: for what vLLM has no counterpart of: other strategies, memories, trees, schedules, lossy
+                verifiers.
+        """
+        from .vllm import to_vllm  # it is made of what is here
+
+        return to_vllm(self)
+
+    @classmethod
+    def from_vllm(cls, mapping: Mapping[str, Any], draft_model: Any = None) -> "SpecDecConfig":
+        """The config that drafts as vLLM does with this `speculative_config`: chains with one limit for all rounds.
+
+        What is left out has vLLM's default, with one exception: `suffix_decoding_max_cached_requests` left out is 0,
+        since what one call remembers for the next is an object here, `Suffix(memory=...)`.
+
+        Args:
+            mapping: fields by name; None is the same as absent.
+            draft_model: for the method `draft_model`, what to draft with instead of the model that the mapping names:
+                a loaded model, another name or path.
+
+        Raises:
+            SpecDecError: for a method or field that has no counterpart here.
+        """
+        from .vllm import from_vllm  # it is made of what is here
+
+        return from_vllm(mapping, draft_model)
+
 
 def resolve_strategy(strategy: Any) -> DraftStrategy:
     """The strategy object that `strategy` stands for."""
@@ -170,6 +246,6 @@ def resolve_strategy(strategy: Any) -> DraftStrategy:
     if callable(strategy):
         return CandidateAdapter(strategy)
     raise SpecDecError(
-        f"assistant_strategy={strategy!r} is no name, DraftStrategy, model, SpecDecConfig, dict of one, "
-        "nor a factory of a CandidateGenerator."
+        f"assistant_strategy={strategy!r} is no name, DraftStrategy, model, SpecDecConfig, dict or file of "
+        "one, nor a factory of a CandidateGenerator."
     )

@@ -31,8 +31,8 @@ class SpeculativeGenerationMixin(GenerationMixin):
 
         Args:
             assistant_strategy: a strategy's name, a `DraftStrategy`, a draft model (`PreTrainedModel`), a
-                `SpecDecConfig`, a dict of one, or a factory of a transformers `CandidateGenerator`. None is plain
-                `generate`.
+                `SpecDecConfig`, a dict or a YAML or JSON file of one, or a factory of a transformers
+                `CandidateGenerator`. None is plain `generate`.
 
         Returns:
             What plain `generate` returns; under `return_dict_in_generate=True` a `SpeculativeOutput`, whose

@@ -39,6 +39,7 @@ PLACES: dict[str, str] = {
     "layers": "compat",
     "partial": "target",
     "config": "loop",
+    "vllm": "loop",
     "request": "loop",
     "options": "compat",
     "fingerprint": "compat",

@@ -91,6 +91,34 @@ def test_a_draft_model_implies_its_strategy(run: Run, saved: Path) -> None:
     assert "draft_model, verifier exact" in result.stdout
 
 
+def test_a_file_holds_a_whole_strategy(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("strategy: prompt_lookup\nverifier: rejection\nmax_draft_tokens: 3\n")
+    result = run("--strategy", tmp_path / "mine.yaml")
+    assert text_of(result) == text_of(run("--strategy", "none"))
+    assert "prompt_lookup, verifier rejection" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--draft-model", "x"),
+        ("-o", "max_ngram=3"),
+        ("--verifier", "exact"),
+        ("--verifier-option", "threshold=1"),
+        ("--max-draft-tokens", "0"),
+    ],
+    ids=" ".join,
+)
+def test_what_a_file_says_is_not_said_beside_it(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "mine.yaml").write_text("strategy: suffix\n")
+    flag = {"-o": "--option"}.get(arguments[0], arguments[0])
+    assert_refused(run("--strategy", tmp_path / "mine.yaml", *arguments), f"Error: {flag} ", "mine.yaml")
+
+
+def test_a_file_that_is_not_there_is_one_line_and_status_2(run: Run, tmp_path: Path) -> None:
+    assert_refused(run("--strategy", tmp_path / "absent.yaml", model=tmp_path / "no"), "absent.yaml", "No such file")
+
+
 def test_the_table_counts_what_the_target_as_its_own_draft_saves(run: Run, saved: Path) -> None:
     result = run("--draft-model", saved / "target", "--max-draft-tokens", 3)
     row = [cell.strip() for cell in result.stdout.splitlines()[-2].strip("│\n ").split("│")]

@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from cases import draft_model, forward_widths, plain_model, spec_model
 from conftest import prompt
 from oracle import Oracle
@@ -92,6 +94,59 @@ def test_errors_say_what_to_do(values, says):
     with pytest.raises(SpecDecError) as caught:
         SpecDecConfig.from_dict(values)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(config.strategy)[:20])
+@pytest.mark.parametrize(
+    ("name", "write"), [("mine.yaml", yaml.safe_dump), ("mine.yml", yaml.safe_dump), ("mine.json", json.dumps)]
+)
+def test_a_file_stands_for_its_config(config, name, write, tmp_path):
+    file = tmp_path / name
+    file.write_text(write(config.to_dict()))
+    for request in (file, str(file)):
+        assert SpecDecConfig.of(request).to_dict() == config.to_dict()
+
+
+def test_a_file_is_an_assistant_strategy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("strategy: prompt_lookup\nstrategy_options: {max_ngram: 3}\nmax_draft_tokens: 4\n")
+    inputs = {**prompt(), "max_new_tokens": 16, "do_sample": False}
+    output = spec_model().generate(**inputs, assistant_strategy="mine.yaml", return_dict_in_generate=True)
+    assert output.sequences.tolist() == spec_model().generate(**inputs).tolist()
+    assert (output.speculation.strategy, output.speculation.num_draft_tokens > 0) == ("prompt_lookup", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("absent.yaml", None, "No such file"),
+        ("odd.yaml", "strategy: [", "cannot be read"),
+        ("odd.json", "strategy: suffix", "cannot be read"),
+        ("odd.yaml", b"\xff\xfe\xfa", "cannot be read"),
+        ("odd.yaml", "", "holds no mapping"),
+        ("odd.yaml", "suffix", "holds no mapping"),
+        ("odd.json", '["suffix"]', "holds no mapping"),
+        ("odd.yaml", "strategi: suffix", "Did you mean 'strategy'"),
+        ("odd.yaml", "strategy: sufix", "Did you mean 'suffix'"),
+        ("odd.yaml", "1: suffix", "Unknown field of SpecDecConfig: 1"),
+        ("odd.yaml", "strategy_options:", "strategy_options=None"),
+        ("odd.yaml", "max_draft_tokens: many", "max_draft_tokens='many'"),
+    ],
+)
+def test_an_odd_file_is_named_in_the_error(name, content, says, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SpecDecError) as caught:
+        SpecDecConfig.of(str(tmp_path / name))
+    assert name in str(caught.value) and says in str(caught.value)
+
+
+def test_a_path_that_is_no_file_of_a_config_is_refused(tmp_path):
+    with pytest.raises(SpecDecError, match=r"DraftModel\("):
+        SpecDecConfig.of(tmp_path)
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(SpecDecError, match="cannot be read"):
+        SpecDecConfig.of(tmp_path / "folder.yaml")
 
 
 def test_a_strategy_object_is_kept():
