@@ -46,8 +46,8 @@ class SpecDecConfig:
         max_width: most draft tokens that may stand at the same place, so 1 drafts chains; None for the strategy's
             default, or 1 under a verifier that takes chains alone.
         schedule: policy for the size of drafts: "adaptive", "constant", a `Schedule`, or a dict of name and settings.
-            None is "adaptive" where the text does not depend on what is drafted, else "constant", so that the same
-            seed gives the same text there, whatever the clock says.
+            None is the strategy's default, "adaptive" for most, where the text does not depend on what is drafted,
+            else "constant", so that the same seed gives the same text there, whatever the clock says.
     """
 
     strategy: Any = "suffix"
@@ -62,8 +62,6 @@ class SpecDecConfig:
     def __post_init__(self) -> None:
         bind_verifier(self.verifier, self.verifier_options)
         object.__setattr__(self, "verifier_options", dict(self.verifier_options))
-        default = "constant" if self.text_depends_on_drafts else DEFAULT_SCHEDULE
-        object.__setattr__(self, "_schedule", as_schedule(default if self.schedule is None else self.schedule))
         for name, least in (("max_draft_tokens", 0), ("max_depth", 1), ("max_width", 1)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
@@ -84,6 +82,9 @@ class SpecDecConfig:
                 "strategy_options belong to a strategy given by name; this one is an object with settings of its own."
             )
         object.__setattr__(self, "_resolved", resolve_strategy(strategy))
+        own = "constant" if self.text_depends_on_drafts else self.resolved.default_schedule
+        schedule = (own or DEFAULT_SCHEDULE) if self.schedule is None else self.schedule
+        object.__setattr__(self, "_schedule", as_schedule(schedule))
 
     @property
     def resolved(self) -> DraftStrategy:

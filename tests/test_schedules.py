@@ -125,3 +125,11 @@ def test_selected_nodes_keep_tokens_and_parents(kept):
             assert chosen.tokens[row, node] == tokens[row, old]
             above = int(chosen.parents[row, node])
             assert (own[above] if above >= 0 else -1) == (parents[row, old] if 0 < node < len(own) else -1)
+
+
+def test_a_strategy_may_have_a_schedule_of_its_own(monkeypatch):
+    """The window of `lookahead` pays in later rounds, so it is not pruned unless that is asked for."""
+    monkeypatch.setattr(config, "DEFAULT_SCHEDULE", "adaptive")
+    assert SpecDecConfig(strategy="suffix").bound_schedule.name == "adaptive"
+    assert SpecDecConfig(strategy="lookahead").bound_schedule.name == "constant"
+    assert SpecDecConfig(strategy="lookahead", schedule="adaptive").bound_schedule.name == "adaptive"

@@ -127,6 +127,7 @@ class DraftStrategy(ABC):
         default_draft_tokens: draft tokens per round when the user gives no number.
         default_depth: longest path of a tree by default; None, as for chains, for as many as there are draft tokens.
         default_width: draft tokens at the same place by default.
+        default_schedule: policy for the size of drafts by default; None for that of `SpecDecConfig`.
         needs: one phrase for `hf-specdec strategies`.
         sampled: drafts may be drawn from a law (with a verifier that reads draft probabilities).
         knows_law: says truly what law its drafts came from; a token that is looked up is a point mass.
@@ -137,6 +138,7 @@ class DraftStrategy(ABC):
     default_draft_tokens: ClassVar[int] = 10
     default_depth: ClassVar[int | None] = None
     default_width: ClassVar[int] = 1
+    default_schedule: ClassVar[str | None] = None
     needs: ClassVar[str] = "nothing"
     sampled: ClassVar[bool] = False
     knows_law: ClassVar[bool] = True

@@ -155,6 +155,8 @@ class Lookahead(DraftStrategy):
                 f"saved one, nor {NEW_MEMORY!r}."
             )
 
+    default_schedule: ClassVar[str | None] = "constant"  # nodes of the window pay in later rounds
+
     @property
     def default_draft_tokens(self) -> int:  # type: ignore[override]
         """All guesses and the whole window."""
