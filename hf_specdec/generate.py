@@ -91,7 +91,8 @@ def run(
     )
     with request.undisturbed():
         request.drafter = strategy.build(request.target, request)
-    request.controller = config.bound_schedule.build(Scope(config.plan, request.drafter, model))
+    scope = Scope(config.plan, request.drafter, model, f"{strategy.name} {strategy.to_dict()}")
+    request.controller = config.bound_schedule.build(scope)
     with ExitStack() as stack:
         stack.callback(request.release)
         stack.callback(request.drafter.finish)

@@ -14,7 +14,7 @@ from .request import Request
 from .state import DecodeState, Plan
 from .stats import Judged, StepRecord
 from .target import TargetOutput
-from .tree import DraftTree, fit, keep_nodes
+from .tree import DraftTree, fit, keep_nodes, repeated, told
 
 
 def decode(request: Request) -> None:
@@ -59,9 +59,8 @@ def decode(request: Request) -> None:
             step_seconds=time.perf_counter() - started,
         )
         controller.observe(record)
-        request.stats.count_times(
-            record.step_seconds, target.forward_seconds - before[0], drafter.forward_seconds - before[1]
-        )
+        times = target.forward_seconds - before[0], drafter.forward_seconds - before[1]
+        request.stats.count_times(record.step_seconds, *times)
 
 
 def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[int]) -> DraftTree:
@@ -89,10 +88,11 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
     readable = (tree.tokens >= 0) & (tree.tokens < request.vocab_size)
     for token in request.unreadable:
         readable &= tree.tokens != token
-    if request.verifier.uses_draft_probs and bool((tree.sampled & ~readable).any()):
+    readable &= ~repeated(tree)
+    if request.verifier.uses_draft_probs and bool((tree.sampled & ~(readable & told(tree))).any()):
         raise SpecDecError(
-            f"Strategy {request.stats.strategy!r} drew a token that the target cannot read; under this verifier its "
-            "law must give such tokens no probability."
+            f"Strategy {request.stats.strategy!r} drew a token that the target cannot read, a sibling holds, or "
+            "its law does not give; under this verifier `probs` must be the law that each node was drawn from."
         )
     tree = keep_nodes(tree, readable & (tree.depths < room.unsqueeze(1)))
     return tree if tree.probs is not None else request.controller.prune(state, tree)

@@ -169,6 +169,8 @@ class Request:
         if len(known) < state.rows or any(len(ids) > len(prompt) for (ids, _), prompt in zip(known, prompts)):
             return  # positions without token ids
         seen = [prompt[len(prompt) - len(ids) :] for (ids, _), prompt in zip(known, prompts)]
+        if not all(seen):
+            return  # a row that is all padding
         before = [prompt[: len(prompt) - len(own) + 1] for prompt, own in zip(prompts, seen)]
         tree = DraftTree.from_chains([own[0] for own in seen], [own[1:] for own in seen])
         tokens, probs = (pad_sequence([top[part] for top in known], batch_first=True) for part in (0, 1))

@@ -298,6 +298,22 @@ def fit(tree: DraftTree, roots: Sequence[int], width: int, size: int) -> DraftTr
     return DraftTree(tokens, parents.long(), tree.sampled, tree.probs, tree.values).first(size)
 
 
+def repeated(tree: DraftTree) -> torch.Tensor:
+    """The nodes whose token an earlier sibling holds: `BoolTensor` of shape `(B, N)`."""
+    tokens, parents = tree.tokens, tree.parents
+    same = (tokens.unsqueeze(2) == tokens.unsqueeze(1)) & (parents.unsqueeze(2) == parents.unsqueeze(1))
+    return (same.tril(-1)).any(2) & (parents >= 0)
+
+
+def told(tree: DraftTree) -> torch.Tensor:
+    """The nodes to which the law of their parent's children gives some probability: `BoolTensor` of shape `(B, N)`."""
+    if tree.probs is None:
+        return torch.zeros_like(tree.sampled)
+    rows = torch.arange(len(tree.tokens), device=tree.tokens.device).unsqueeze(1)
+    tokens = tree.tokens.clamp(0, tree.probs.shape[2] - 1)
+    return tree.probs[rows, tree.parents.clamp(min=0), tokens] > 0
+
+
 def keep_nodes(tree: DraftTree, allowed: torch.Tensor) -> DraftTree:
     """The tree with every node that is not `allowed`, and everything below it, turned into padding.
 

@@ -7,6 +7,7 @@ for all rows, which are padded to it; what a row has no room for counts nothing.
 """
 
 import copy
+import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -95,6 +96,8 @@ class Adaptive(Schedule):
     def __post_init__(self) -> None:
         if self.memory == NEW_MEMORY:
             object.__setattr__(self, "memory", ControlMemory())
+        if self.profile is not None and not isinstance(self.profile, (str, os.PathLike)):
+            raise SpecDecError(f"adaptive: profile={self.profile!r} is no file; give the path of one.")
         if self.memory is not None and not isinstance(self.memory, ControlMemory):
             raise SpecDecError(
                 f"adaptive: memory={self.memory!r} is no ControlMemory; give one, or {NEW_MEMORY!r}, or leave it out."
@@ -102,7 +105,7 @@ class Adaptive(Schedule):
 
     def build(self, scope: Scope) -> "AdaptiveController":
         """The controller of one call. Raises `SpecDecError` when the profile lacks this machine and model."""
-        key = (machine_key(scope.model), type(scope.drafter).__qualname__)
+        key = (machine_key(scope.model), scope.strategy)
         memory = self.memory if isinstance(self.memory, ControlMemory) else None
         learned = None if memory is None else memory.recall(key)
         if learned is None:

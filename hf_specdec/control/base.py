@@ -57,11 +57,13 @@ class Scope:
         largest: gives the largest plan for a number of rows.
         drafter: whose `looks_up`, `runs_model` and `forwards` count.
         model: the target.
+        strategy: name and settings of the draft strategy, as text.
     """
 
     largest: Callable[[int], Plan]
     drafter: Any
     model: Any
+    strategy: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ machine. Times are medians, so that single slow rounds do not count.
 """
 
 import json
+import math
 import os
 import platform
 from collections import deque
@@ -167,10 +168,15 @@ class CostModel:
             model = cls()
             for size, own in values["blocks"].items():
                 for seconds in own:
+                    if not (int(size) > 0 and 0 < float(seconds) < math.inf):
+                        raise ValueError(f"{seconds!r} seconds for {size!r} tokens")
                     model.observe_block(int(size), float(seconds))
+            rest = [*map(float, values["draft_steps"]), *map(float, values["lookups"])]
+            if not all(0 <= each < math.inf for each in rest):
+                raise ValueError("seconds that are not finite, or below 0")
             model._steps.extend(map(float, values["draft_steps"]))
             model._lookups.extend(map(float, values["lookups"]))
-        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise SpecDecError(f"These are no costs that `CostModel.to_dict` wrote ({error!r}).") from None
         model._speeds.clear()
         model._speed = 1.0

@@ -190,14 +190,14 @@ def build_strategy(name: str, options: dict[str, Any]) -> DraftStrategy:
         )
     if name not in known:
         raise unknown_name("draft strategy", name, known)
-    fields = {field.name for field in dataclasses.fields(known[name])}
+    fields = {field.name for field in dataclasses.fields(known[name]) if field.init}
     for option in options:
         if option not in fields:
             raise unknown_name(f"option of strategy {name!r}:", option, fields or {"(it takes none)"})
     needed = [
         field.name
         for field in dataclasses.fields(known[name])
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
     if missing := [each for each in needed if each not in options]:
         raise SpecDecError(

@@ -1,7 +1,7 @@
 """Several strategies together: all in one tree (`merge`), or the first that has something to say (`cascade`)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +34,7 @@ def as_strategy(given: Any) -> DraftStrategy:
         for name in given:
             if name not in _FIELDS:
                 raise unknown_name("field of a member strategy:", name, _FIELDS)
-        return build_strategy(given["strategy"], dict(given.get("strategy_options", {})))
+        return build_strategy(given["strategy"], dict(given.get("strategy_options") or {}))
     raise SpecDecError(
         f"{given!r} is no strategy to combine; give a name, a strategy object, a draft model, or a dict as in "
         "{'strategy': 'suffix', 'strategy_options': {'max_context': 8}}."
@@ -117,7 +117,8 @@ class Merge(_Combined):
 
     def build(self, target: Any, request: Any) -> "MergeDrafter":
         """The drafter. Raises what a member raises that does not fit the target or the request."""
-        return MergeDrafter([each.build(target, request) for each in self.strategies])
+        members = [each.build(target, request) for each in self.strategies]
+        return MergeDrafter(members, [each.default_depth for each in self.strategies])
 
 
 @register_strategy("free")
@@ -169,7 +170,8 @@ class Cascade(_Combined):
 
     def build(self, target: Any, request: Any) -> "CascadeDrafter":
         """The drafter. Raises what a member raises that does not fit the target or the request."""
-        return CascadeDrafter([each.build(target, request) for each in self.strategies])
+        members = [each.build(target, request) for each in self.strategies]
+        return CascadeDrafter(members, [each.default_depth for each in self.strategies])
 
 
 @register_strategy("auto")
@@ -203,10 +205,16 @@ class Auto(Cascade):
 
 
 class CombinedDrafter(Drafter):
-    """Hands what happens on to all members."""
+    """Hands what happens on to all members.
 
-    def __init__(self, members: Sequence[Drafter]):
+    Args:
+        members: their drafters.
+        depths: the longest path that each drafts where it runs a model; None for the plan's.
+    """
+
+    def __init__(self, members: Sequence[Drafter], depths: Sequence[int | None]):
         self._members = members
+        self._depths = {id(each): depth for each, depth in zip(members, depths) if depth is not None}
         self.top_tokens = max(each.top_tokens for each in members)
         self.stock_draft_tokens = max(each.stock_draft_tokens for each in members)
         self.looks_up = any(each.looks_up for each in members)
@@ -216,9 +224,14 @@ class CombinedDrafter(Drafter):
     def ask(self, member: Drafter, view: DecodeView, plan: Plan) -> DraftTree:
         """A member's proposal, which is empty where the plan leaves members out that run a model."""
         own = plan.for_model() if member.runs_model and not member.looks_up else plan
+        if member.runs_model and not member.looks_up:
+            own = own.within(self._depths.get(id(member), own.depth))
         if not own.depth:
             return DraftTree.from_chains(view.roots(), [[]] * view.rows, view.device)
-        return member.propose(view, own)
+        tree = member.propose(view, own)
+        if not isinstance(tree, DraftTree) or tree.tokens.dim() != 2 or len(tree.tokens) != view.rows:
+            raise SpecDecError(f"{type(member).__name__} must answer with a DraftTree of {view.rows} rows.")
+        return tree
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
@@ -296,12 +309,18 @@ def has_drafts(tree: DraftTree) -> bool:
 def promised(tree: DraftTree) -> float:
     """Tokens per row that a round with this tree is expected to emit, by the drafter's own estimates."""
     drafted = tree.parents >= 0
-    values = UNKNOWN**tree.depths if tree.values is None else tree.values
-    return 1 + float((values * drafted).sum()) / len(drafted)
+    return 1 + float((values_of(tree) * drafted).sum()) / len(drafted)
+
+
+def values_of(tree: DraftTree) -> torch.Tensor:
+    """The drafter's estimates; where it gives none, half of the drafts are taken to be right at each depth."""
+    return UNKNOWN ** tree.depths.float() if tree.values is None else tree.values
 
 
 def fill_rows(tree: DraftTree, other: DraftTree) -> DraftTree:
     """The rows of a tree, and those of another where it has no node below the root."""
+    if tree.values is None or other.values is None:
+        tree, other = (replace(each, values=values_of(each)) for each in (tree, other))
     size = max(tree.size, other.size)
     empty = ~(tree.parents[:, 1:] >= 0).any(1)
 

@@ -128,6 +128,11 @@ class ModelDrafter(Drafter):
         self._head = None
         if strategy.vocabulary is not None:
             self._head = trimmed_head(model, load_vocabulary(strategy.vocabulary), request.vocab_size)
+            if model.base_model is model:
+                raise SpecDecError(
+                    f"DraftModel(vocabulary=...) takes the hidden states before the output layer, and "
+                    f"{type(model).__name__} does not show them; leave vocabulary out."
+                )
             self._slots.model = model.base_model
         self._cached: list[int] = []
         self._run: torch.Tensor | None = None
@@ -181,22 +186,22 @@ class ModelDrafter(Drafter):
             )
         if not any(within):
             return DraftTree.from_chains(view.roots(), [[]] * view.rows, view.device)
-        tree = LevelTree(torch.tensor(view.roots(), device=self._device))
+        tree, width = LevelTree(torch.tensor(view.roots(), device=self._device)), min(plan.width, plan.nodes - 1)
         scores = self._catch_up(view)
         noise = self._noise(view, depth, scores)
         for level in range(depth):
             if level:
-                tokens = tree.descend(plan.width)
+                tokens = tree.descend(width)
                 scores = self._forward(tokens, tree.seen, [length + 1 for length in view.lengths()])
             scores = self._processed(scores, tree, view)
             if self._request.sampling and self._request.verifier.uses_draft_probs:
                 law = torch.softmax(scores.float(), -1)
                 law = torch.where(law.isnan(), 1 / law.shape[2], law)
-                tree.draw(law, plan.width, -(-(plan.nodes - tree.size) // (depth - level)))
+                tree.draw(law, width, -(-(plan.nodes - tree.size) // (depth - level)))
             else:
                 if noise is not None:
                     scores = scores.float() - noise[:, level].log().unsqueeze(1)
-                tree.widen(*self._likeliest(scores, plan.width))
+                tree.widen(*self._likeliest(scores, width))
         fits = torch.tensor(within, device=self._device).unsqueeze(1)
         self._run = tree.run.masked_fill(~fits.unsqueeze(2), -1)
         best = tree.best(plan.nodes)

@@ -58,6 +58,8 @@ class LookaheadMemory:
 
     def add(self, gram: Sequence[int]) -> None:
         """Remember an n-gram as the latest of those with its first token."""
+        if not gram:
+            return
         first, rest = gram[0], tuple(gram[1:])
         with self._lock:
             known = [each for each in self._followers.pop(first, []) if each != rest]
@@ -87,7 +89,7 @@ class LookaheadMemory:
             memory = cls(content["per_token"], content["max_tokens"])
             for first, followers in content["grams"]:
                 for rest in followers:
-                    if not all(type(token) is int for token in (first, *rest)):
+                    if not all(type(token) is int and 0 <= token < 2**31 for token in (first, *rest)):
                         raise ValueError("it holds something that is no n-gram of token ids")
                     memory.add([first, *rest])
         except FileNotFoundError as error:

@@ -105,7 +105,7 @@ class QuantizedDrafter(ModelDrafter):
         self._target = target
         self._request = request
         self._slots = SlotModel(model, None)
-        self._window = None
+        self._window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._head = None
         self._run = None
         embeddings = model.get_input_embeddings().weight
@@ -127,6 +127,7 @@ class QuantizedDrafter(ModelDrafter):
 
     def _catch_up(self, view: DecodeView) -> torch.Tensor:
         """Run each row's root, the only committed token without K/V; the scores after it, shape `(B, 1, V)`."""
+        self._target.drafted_with = None  # what another part left in the cache is written over
         roots = torch.tensor(view.roots(), device=self._device).unsqueeze(1)
         return self._forward(roots, torch.ones(view.rows, 1, 1, dtype=torch.bool, device=self._device), view.lengths())
 

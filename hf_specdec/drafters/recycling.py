@@ -7,6 +7,7 @@ back on, and holds the target's probabilities, so that the tree is grown best fi
 import json
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class RecyclingMemory:
         self.max_entries = max_entries
         self.path: str | None = None
         self._lock = threading.RLock()
-        self._followers: dict[tuple[int, ...], Followers] = {}
+        self._followers: OrderedDict[tuple[int, ...], Followers] = OrderedDict()
 
     def __len__(self) -> int:
         """Contexts remembered."""
@@ -62,7 +63,7 @@ class RecyclingMemory:
                 self._followers.pop(key, None)
                 self._followers[key] = followers
             while len(self._followers) > self.max_entries:
-                del self._followers[next(iter(self._followers))]
+                self._followers.popitem(last=False)
 
     def followers(self, context: tuple[int, ...]) -> Followers:
         """What is remembered of these one or two tokens, else of the last one."""
@@ -87,12 +88,15 @@ class RecyclingMemory:
             for context, followers in content["table"]:
                 if not (1 <= len(context) <= 2 and all(type(each) is int for each in context)):
                     raise ValueError("it holds something that is no context of one or two tokens")
-                memory._followers[tuple(context)] = tuple((int(token), float(prob)) for token, prob in followers)
+                known = tuple((int(token), float(prob)) for token, prob in followers)
+                if not all(0 <= token < 2**31 and 0 <= prob <= 1 for token, prob in known):
+                    raise ValueError("it holds something that is no token id, or no probability")
+                memory.learn(tuple(context), known)
         except FileNotFoundError as error:
             raise SpecDecError(
                 f"There is no recycling memory at {os.fspath(path)!r}; make one with `RecyclingMemory().save(path)`."
             ) from error
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, SpecDecError) as error:
+        except (OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError, SpecDecError) as error:
             raise SpecDecError(
                 f"{os.fspath(path)!r} cannot be read as a recycling memory ({error}); pass a file that "
                 "`RecyclingMemory.save` wrote, or delete it and start a new memory."

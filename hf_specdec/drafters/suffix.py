@@ -113,7 +113,7 @@ class SuffixMemory:
                 raise SpecDecError(f"its format is {content['format']!r}, not {_FILE_FORMAT!r}")
             memory = cls(content["max_tokens"], content["max_context"])
             for text in content["texts"]:
-                if not all(type(token) is int and token >= 0 for token in text):
+                if not all(type(token) is int and 0 <= token < 2**31 for token in text):
                     raise SpecDecError("it holds something that is not a token id")
                 memory.add(text)
         except FileNotFoundError as error:

@@ -6,6 +6,8 @@ of the text repeats: one or two in new text, `max_context` in copied text, never
 not negative; `BOUNDARY` separates the texts of one index, and nothing is matched or copied across it.
 """
 
+import heapq
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -209,9 +211,10 @@ class SuffixIndex:
 
         def expand(place: _Place) -> list[tuple[int, float, _Place]]:
             contexts, path = place
+            likely = heapq.nlargest(width, self._blend(contexts, path).items(), key=operator.itemgetter(1))
             return [
                 (token, probability, (self._advance(contexts, token, path), (*path, token)))
-                for token, probability in self._blend(contexts, path).items()
+                for token, probability in likely
             ]
 
         start: _Place = (matched, ())
