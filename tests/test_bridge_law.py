@@ -1,7 +1,8 @@
 """The law of what is emitted with a draft model that shares some of the target's tokens."""
 
-from typing import Any
+from typing import dataclasses
 
+import Any
 import pytest
 import torch
 from bridged import letters
@@ -52,12 +53,13 @@ def test_the_law_is_the_targets(verifier, law_options):
 
 def test_control_a_law_of_more_than_the_shared_tokens(monkeypatch):
     """Drawn among shared tokens, and handed over as a law that gives the others something, too."""
-    tree_of = bridged_model.BridgedDrafter._tree
+    tree_of = bridged_model.ChainDraw.tree
 
-    def mislabelled(self, view, chosen, laws, within):
-        return tree_of(self, view, chosen, [law * 0.5 + 0.5 / law.shape[1] for law in laws], within)
+    def mislabelled(self):
+        tree = tree_of(self)
+        return dataclasses.replace(tree, probs=tree.probs * 0.5 + 0.5 / tree.probs.shape[2])
 
-    monkeypatch.setattr(bridged_model.BridgedDrafter, "_tree", mislabelled)
+    monkeypatch.setattr(bridged_model.ChainDraw, "tree", mislabelled)
     model = hf_specdec.enable(small(0))
     ids = drawn(model, "rejection", temperature=1.0, top_k=0)
     assert p_value(ids, joint_law(model, 3, 1.0, 0)) < FAIL

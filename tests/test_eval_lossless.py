@@ -186,7 +186,7 @@ def test_a_lossy_verifier_fails_by_name(target, tokenizer, monkeypatch):
 
 def test_a_lossy_verifier_that_claims_to_be_lossless_fails(target, tokenizer, monkeypatch):
     patch(monkeypatch, "likely", accept_likely, lossless=True)
-    assert failed(check(target, tokenizer, "suffix", "likely")) == ["greedy text", "law of the text"]
+    assert "law of the text" in failed(check(target, tokenizer, "suffix", "likely"))
 
 
 @pytest.mark.parametrize("verifier", ["exact", "rejection", "block"])

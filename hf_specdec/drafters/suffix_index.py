@@ -249,9 +249,11 @@ class SuffixIndex:
         return {} if token == BOUNDARY else {token: 1}
 
     def _token_at(self, position: int, path: Sequence[int]) -> int:
-        """The token there; beyond the end of the text, that of the draft."""
+        """The token there; beyond the end of the text that of the draft, and beyond that `BOUNDARY`."""
         beyond = position - self.base - len(self.text)
-        return self.text[position - self.base] if beyond < 0 else path[beyond]
+        if beyond < 0:
+            return self.text[position - self.base]
+        return path[beyond] if beyond < len(path) else BOUNDARY
 
     def _advance(self, contexts: Sequence[Context], token: int, path: tuple[int, ...]) -> list[Context]:
         """The contexts with one more token, where it followed them."""
