@@ -1,6 +1,6 @@
 """The law of what is emitted with a draft model that shares some of the target's tokens."""
 
-from typing import dataclasses
+import dataclasses
 
 import Any
 import pytest
