@@ -1,8 +1,8 @@
 """The law of what is emitted with a draft model that shares some of the target's tokens."""
 
 import dataclasses
+from typing import Any
 
-import Any
 import pytest
 import torch
 from bridged import letters
