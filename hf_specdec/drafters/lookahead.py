@@ -6,12 +6,9 @@ prompt on all levels, where the paper fills it level by level from random tokens
 the text itself.
 """
 
-import json
-import os
-import threading
-from collections.abc import Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,15 +16,15 @@ import torch
 from ..errors import SpecDecError
 from ..state import DecodeView, Plan
 from ..tree import UNKNOWN, DraftTree, RowTree
-from .base import NEW_MEMORY, Drafter, DraftStrategy, check_count, register_strategy, write_whole
+from .base import Drafter, DraftStrategy, check_count, register_strategy
+from .memory import Memory, as_memory, is_token, memory_setting
 
-_FILE_FORMAT = "hf_specdec lookahead memory 1"
 DEFAULT_GUESSES = 5
 WINDOW_VALUE = 0.01
 """Estimated acceptance of a token of the window: it is there to be continued, and is right by accident."""
 
 
-class LookaheadMemory:
+class LookaheadMemory(Memory):
     """The latest n-grams by their first token. Safe to share between threads; bounded.
 
     Token ids mean something only under one tokenizer: keep one memory per tokenizer.
@@ -35,19 +32,17 @@ class LookaheadMemory:
     Args:
         per_token: n-grams that are remembered with the same first token; of more, those seen longest ago leave.
         max_tokens: first tokens that are remembered, at about 0.5 kB each; of more, those seen longest ago leave.
-
-    Attributes:
-        path: the file this memory was last loaded from or saved to, or None.
     """
+
+    kind = "lookahead"
 
     def __init__(self, per_token: int = DEFAULT_GUESSES, max_tokens: int = 50_000):
         check_count("LookaheadMemory", "per_token", per_token)
         check_count("LookaheadMemory", "max_tokens", max_tokens)
+        super().__init__()
         self.per_token = per_token
         self.max_tokens = max_tokens
-        self.path: str | None = None
-        self._lock = threading.RLock()
-        self._followers: dict[int, list[tuple[int, ...]]] = {}
+        self._followers: OrderedDict[int, list[tuple[int, ...]]] = OrderedDict()
 
     def __len__(self) -> int:
         """First tokens remembered."""
@@ -65,43 +60,21 @@ class LookaheadMemory:
             known = [each for each in self._followers.pop(first, []) if each != rest]
             self._followers[first] = [*known, rest][-self.per_token :]
             while len(self._followers) > self.max_tokens:
-                del self._followers[next(iter(self._followers))]
+                self._followers.popitem(last=False)
 
     def after(self, token: int) -> list[tuple[int, ...]]:
         """What follows a token in the n-grams that begin with it, the latest first."""
         with self._lock:
             return self._followers.get(token, [])[::-1]
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the n-grams to a JSON file, replacing it in one step."""
-        content = {"format": _FILE_FORMAT, **self.__getstate__()}
-        del content["path"]
-        write_whole(path, json.dumps(content))
-        self.path = os.fspath(path)
-
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "LookaheadMemory":
-        """Read a file that `save` wrote. Raises `SpecDecError` when it is not one."""
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            if content["format"] != _FILE_FORMAT:
-                raise ValueError(f"its format is {content['format']!r}, not {_FILE_FORMAT!r}")
-            memory = cls(content["per_token"], content["max_tokens"])
-            for first, followers in content["grams"]:
-                for rest in followers:
-                    if not all(type(token) is int and 0 <= token < 2**31 for token in (first, *rest)):
-                        raise ValueError("it holds something that is no n-gram of token ids")
-                    memory.add([first, *rest])
-        except FileNotFoundError as error:
-            raise SpecDecError(
-                f"There is no lookahead memory at {os.fspath(path)!r}; make one with `LookaheadMemory().save(path)`."
-            ) from error
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, SpecDecError) as error:
-            raise SpecDecError(
-                f"{os.fspath(path)!r} cannot be read as a lookahead memory ({error}); pass a file that "
-                "`LookaheadMemory.save` wrote, or delete it and start a new memory."
-            ) from error
-        memory.path = os.fspath(path)
+    def _restored(cls, content: Mapping[str, Any]) -> "LookaheadMemory":
+        memory = cls(content["per_token"], content["max_tokens"])
+        for first, followers in content["grams"]:
+            for rest in followers:
+                if not all(map(is_token, (first, *rest))):
+                    raise ValueError("it holds something that is no n-gram of token ids")
+                memory.add([first, *rest])
         return memory
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,15 +120,8 @@ class Lookahead(DraftStrategy):
         for name, value, least in (("window", self.window, 0), ("ngram", self.ngram, 2)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise SpecDecError(f"lookahead: {name}={value!r}, but it must be a whole number of at least {least}.")
-        if self.memory == NEW_MEMORY:
-            object.__setattr__(self, "memory", LookaheadMemory(self.guesses))
-        elif isinstance(self.memory, (str, os.PathLike)):
-            object.__setattr__(self, "memory", LookaheadMemory.load(self.memory))
-        elif self.memory is not None and not isinstance(self.memory, LookaheadMemory):
-            raise SpecDecError(
-                f"lookahead: memory={type(self.memory).__name__} is neither a LookaheadMemory, nor the path of a "
-                f"saved one, nor {NEW_MEMORY!r}."
-            )
+        made = as_memory("lookahead", self.memory, LookaheadMemory, lambda: LookaheadMemory(self.guesses))
+        object.__setattr__(self, "memory", made)
 
     default_schedule: ClassVar[str | None] = "constant"  # nodes of the window pay in later rounds
 
@@ -180,12 +146,11 @@ class Lookahead(DraftStrategy):
 
     def to_dict(self) -> dict[str, Any]:
         """The settings by field name; a memory by its path, or "new" if it was never saved."""
-        memory = self.memory
         return {
             "window": self.window,
             "ngram": self.ngram,
             "guesses": self.guesses,
-            "memory": memory.path or NEW_MEMORY if isinstance(memory, LookaheadMemory) else None,
+            "memory": memory_setting(self.memory),
         }
 
 

@@ -4,23 +4,18 @@ Luo et al. 2024, arXiv:2408.08696. Deviations: the table is keyed on the last tw
 back on, and holds the target's probabilities, so that the tree is grown best first instead of from a template.
 """
 
-import json
-import os
-import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from ..errors import SpecDecError
 from ..state import DecodeView, Plan
 from ..tree import DraftTree, RowTree, grow_best_first
-from .base import NEW_MEMORY, Drafter, DraftStrategy, check_count, register_strategy, write_whole
+from .base import Drafter, DraftStrategy, check_count, register_strategy
+from .memory import Memory, as_memory, is_token, memory_setting
 
-_FILE_FORMAT = "hf_specdec recycling memory 1"
 DEFAULT_TOP_TOKENS = 8
 TRUST = 0.8
 """Probability that the target chooses among the tokens remembered, wherever the same two tokens came before."""
@@ -29,7 +24,7 @@ Followers = Sequence[tuple[int, float]]
 """Tokens and their probabilities, best first."""
 
 
-class RecyclingMemory:
+class RecyclingMemory(Memory):
     """The target's likeliest next tokens after one and after two tokens. Safe to share between threads; bounded.
 
     Beyond `max_entries` the entries that were written longest ago leave. Token ids mean something only under one
@@ -37,16 +32,14 @@ class RecyclingMemory:
 
     Args:
         max_entries: contexts that are remembered, at about 0.5 kB each.
-
-    Attributes:
-        path: the file this memory was last loaded from or saved to, or None.
     """
+
+    kind = "recycling"
 
     def __init__(self, max_entries: int = 200_000):
         check_count("RecyclingMemory", "max_entries", max_entries)
+        super().__init__()
         self.max_entries = max_entries
-        self.path: str | None = None
-        self._lock = threading.RLock()
         self._followers: OrderedDict[tuple[int, ...], Followers] = OrderedDict()
 
     def __len__(self) -> int:
@@ -70,38 +63,16 @@ class RecyclingMemory:
         with self._lock:
             return self._followers.get(context) or self._followers.get(context[-1:], ())
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the table to a JSON file, replacing it in one step."""
-        content = {"format": _FILE_FORMAT, **self.__getstate__()}
-        del content["path"]
-        write_whole(path, json.dumps(content))
-        self.path = os.fspath(path)
-
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "RecyclingMemory":
-        """Read a file that `save` wrote. Raises `SpecDecError` when it is not one."""
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            if content["format"] != _FILE_FORMAT:
-                raise ValueError(f"its format is {content['format']!r}, not {_FILE_FORMAT!r}")
-            memory = cls(content["max_entries"])
-            for context, followers in content["table"]:
-                if not (1 <= len(context) <= 2 and all(type(each) is int for each in context)):
-                    raise ValueError("it holds something that is no context of one or two tokens")
-                known = tuple((int(token), float(prob)) for token, prob in followers)
-                if not all(0 <= token < 2**31 and 0 <= prob <= 1 for token, prob in known):
-                    raise ValueError("it holds something that is no token id, or no probability")
-                memory.learn(tuple(context), known)
-        except FileNotFoundError as error:
-            raise SpecDecError(
-                f"There is no recycling memory at {os.fspath(path)!r}; make one with `RecyclingMemory().save(path)`."
-            ) from error
-        except (OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError, SpecDecError) as error:
-            raise SpecDecError(
-                f"{os.fspath(path)!r} cannot be read as a recycling memory ({error}); pass a file that "
-                "`RecyclingMemory.save` wrote, or delete it and start a new memory."
-            ) from error
-        memory.path = os.fspath(path)
+    def _restored(cls, content: Mapping[str, Any]) -> "RecyclingMemory":
+        memory = cls(content["max_entries"])
+        for context, followers in content["table"]:
+            if not (1 <= len(context) <= 2 and all(type(each) is int for each in context)):
+                raise ValueError("it holds something that is no context of one or two tokens")
+            known = tuple((int(token), float(prob)) for token, prob in followers)
+            if not all(is_token(token) and 0 <= prob <= 1 for token, prob in known):
+                raise ValueError("it holds something that is no token id, or no probability")
+            memory.learn(tuple(context), known)
         return memory
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,15 +106,7 @@ class Recycling(DraftStrategy):
 
     def __post_init__(self) -> None:
         check_count("recycling", "top_tokens", self.top_tokens)
-        if self.memory == NEW_MEMORY:
-            object.__setattr__(self, "memory", RecyclingMemory())
-        elif isinstance(self.memory, (str, os.PathLike)):
-            object.__setattr__(self, "memory", RecyclingMemory.load(self.memory))
-        elif self.memory is not None and not isinstance(self.memory, RecyclingMemory):
-            raise SpecDecError(
-                f"recycling: memory={type(self.memory).__name__} is neither a RecyclingMemory, nor the path of a "
-                f"saved one, nor {NEW_MEMORY!r}."
-            )
+        object.__setattr__(self, "memory", as_memory("recycling", self.memory, RecyclingMemory, RecyclingMemory))
 
     def build(self, target: Any, request: Any) -> "RecyclingDrafter":
         """The drafter of one call; it fits every target."""
@@ -151,11 +114,7 @@ class Recycling(DraftStrategy):
 
     def to_dict(self) -> dict[str, Any]:
         """The settings by field name; a memory by its path, or "new" if it was never saved."""
-        memory = self.memory
-        return {
-            "top_tokens": self.top_tokens,
-            "memory": memory.path or NEW_MEMORY if isinstance(memory, RecyclingMemory) else None,
-        }
+        return {"top_tokens": self.top_tokens, "memory": memory_setting(self.memory)}
 
 
 class RecyclingDrafter(Drafter):

@@ -5,27 +5,22 @@ all matched contexts instead of taken from one; in a chain, the current occurren
 something else in both sources, so that their scores compare.
 """
 
-import json
 import operator
-import os
-import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
 from typing import Any, ClassVar
 
 from ..errors import SpecDecError
 from ..state import DecodeView, Plan
 from ..tree import DraftTree, RowTree, union
-from .base import NEW_MEMORY, Drafter, DraftStrategy, check_count, register_strategy, write_whole
+from .base import Drafter, DraftStrategy, check_count, register_strategy
+from .memory import Memory, as_memory, is_token, memory_setting
 from .suffix_index import DEFAULT_MAX_CONTEXT, PathRule, ScoredDraft, SuffixIndex
 
-_FILE_FORMAT = "hf_specdec suffix memory 1"
 
-
-class SuffixMemory:
+class SuffixMemory(Memory):
     """Answers of earlier calls, for `Suffix(memory=...)`. Safe to share between threads; bounded in size.
 
     An answer, without its prompt, enters when its row ends. Beyond `max_tokens` the oldest answers leave. Token ids
@@ -34,18 +29,16 @@ class SuffixMemory:
     Args:
         max_tokens: at most so many tokens are remembered, at about 0.5 kB each.
         max_context: the longest match, in tokens.
-
-    Attributes:
-        path: the file this memory was last loaded from or saved to, or None.
     """
+
+    kind = "suffix"
 
     def __init__(self, max_tokens: int = 100_000, max_context: int = DEFAULT_MAX_CONTEXT):
         check_count("SuffixMemory", "max_tokens", max_tokens)
         check_count("SuffixMemory", "max_context", max_context)
+        super().__init__()
         self.max_tokens = max_tokens
         self.max_context = max_context
-        self.path: str | None = None
-        self._lock = threading.RLock()
         self._texts: deque[list[int]] = deque()
         self._size = 0
         self._index = SuffixIndex(max_context)
@@ -97,35 +90,13 @@ class SuffixMemory:
             self._index_is_whole = True
         return self._index
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the texts to a JSON file, replacing it in one step."""
-        content = {"format": _FILE_FORMAT, **self.__getstate__()}
-        del content["path"]
-        write_whole(path, json.dumps(content))
-        self.path = os.fspath(path)
-
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "SuffixMemory":
-        """Read a file that `save` wrote. Raises `SpecDecError` when it is not one."""
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            if content["format"] != _FILE_FORMAT:
-                raise SpecDecError(f"its format is {content['format']!r}, not {_FILE_FORMAT!r}")
-            memory = cls(content["max_tokens"], content["max_context"])
-            for text in content["texts"]:
-                if not all(type(token) is int and 0 <= token < 2**31 for token in text):
-                    raise SpecDecError("it holds something that is not a token id")
-                memory.add(text)
-        except FileNotFoundError as error:
-            raise SpecDecError(
-                f"There is no suffix memory at {os.fspath(path)!r}; make one with `SuffixMemory().save(path)`."
-            ) from error
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise SpecDecError(
-                f"{os.fspath(path)!r} cannot be read as a suffix memory ({error}); pass a file that "
-                "`SuffixMemory.save` wrote, or delete it and start a new memory."
-            ) from error
-        memory.path = os.fspath(path)
+    def _restored(cls, content: Mapping[str, Any]) -> "SuffixMemory":
+        memory = cls(content["max_tokens"], content["max_context"])
+        for text in content["texts"]:
+            if not all(map(is_token, text)):
+                raise ValueError("it holds something that is not a token id")
+            memory.add(text)
         return memory
 
     def __getstate__(self) -> dict[str, Any]:
@@ -192,15 +163,7 @@ class Suffix(DraftStrategy):
             raise SpecDecError(
                 f"suffix: max_tokens_factor={self.max_tokens_factor!r} would never draft; use a number above 0."
             )
-        if self.memory == NEW_MEMORY:
-            object.__setattr__(self, "memory", SuffixMemory())
-        elif isinstance(self.memory, (str, os.PathLike)):
-            object.__setattr__(self, "memory", SuffixMemory.load(self.memory))
-        elif self.memory is not None and not isinstance(self.memory, SuffixMemory):
-            raise SpecDecError(
-                f"suffix: memory={type(self.memory).__name__} is neither a SuffixMemory, nor the path of a saved one, "
-                f"nor {NEW_MEMORY!r}."
-            )
+        object.__setattr__(self, "memory", as_memory("suffix", self.memory, SuffixMemory, SuffixMemory))
 
     def build(self, target: Any, request: Any) -> "SuffixDrafter":
         """The drafter of one call; it fits every target."""
@@ -208,12 +171,11 @@ class Suffix(DraftStrategy):
 
     def to_dict(self) -> dict[str, Any]:
         """The settings by field name; a memory by its path, or "new" if it was never saved."""
-        path = self.memory.path or NEW_MEMORY if isinstance(self.memory, SuffixMemory) else None
         return {
             "max_context": self.max_context,
             "min_probability": self.min_probability,
             "max_tokens_factor": self.max_tokens_factor,
-            "memory": path,
+            "memory": memory_setting(self.memory),
         }
 
 
