@@ -89,6 +89,7 @@ class SlotCache(Cache):
         self._limit = limit
         self.capacity = capacity if limit is None else min(capacity, limit)
         self.rows = slots.shape[0]
+        self.writes = 0  # forwards that wrote, whoever ran them
         self.start: int | None = 0
         self.visible = 0
         self.committed = 0
@@ -113,6 +114,7 @@ class SlotCache(Cache):
             width: N.
             contiguous: node j of every row goes to slot `lengths[0] - 1 + j`.
         """
+        self.writes += 1
         self.committed = max(lengths) - 1
         self.visible = self.committed + width
         if self.visible > self.capacity:

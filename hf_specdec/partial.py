@@ -76,6 +76,7 @@ class PartialTarget:
         self._kept: list[torch.Tensor] = []
         self._tokens: list[torch.Tensor] = []
         self._lengths: list[int] = []
+        self._writes = 0
         self.forwards = 0
         self.forward_seconds = 0.0
 
@@ -91,6 +92,8 @@ class PartialTarget:
             self._kept, self._tokens, self._lengths = [], [], list(lengths)
         self._target.drafted_with = self
         outputs = self._run(tokens, lengths, depth, {})
+        assert self._target.cache is not None
+        self._writes = self._target.cache.writes
         logits: torch.Tensor = outputs.logits[:, -1]
         return logits
 
@@ -116,7 +119,9 @@ class PartialTarget:
 
     def continues(self, tree: DraftTree, lengths: Sequence[int]) -> bool:
         """May the verify pass of this tree go on from what was kept? Reads the device once."""
-        size = len(self._kept)
+        size, cache = len(self._kept), self._target.cache
+        if cache is None or cache.writes != self._writes:  # other forwards have written over what it left
+            return False
         if not 0 < size <= tree.size or list(lengths) != self._lengths:
             return False
         nodes = torch.arange(tree.size, device=tree.parents.device)

@@ -127,7 +127,6 @@ class QuantizedDrafter(ModelDrafter):
 
     def _catch_up(self, view: DecodeView) -> torch.Tensor:
         """Run each row's root, the only committed token without K/V; the scores after it, shape `(B, 1, V)`."""
-        self._target.drafted_with = None  # what another part left in the cache is written over
         roots = torch.tensor(view.roots(), device=self._device).unsqueeze(1)
         return self._forward(roots, torch.ones(view.rows, 1, 1, dtype=torch.bool, device=self._device), view.lengths())
 
