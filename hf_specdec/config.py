@@ -60,7 +60,7 @@ class SpecDecConfig:
     schedule: Any = None
 
     def __post_init__(self) -> None:
-        bind_verifier(self.verifier, self.verifier_options)
+        object.__setattr__(self, "_verifier", bind_verifier(self.verifier, self.verifier_options))
         object.__setattr__(self, "verifier_options", dict(self.verifier_options))
         for name, least in (("max_draft_tokens", 0), ("max_depth", 1), ("max_width", 1)):
             value = getattr(self, name)
@@ -94,7 +94,7 @@ class SpecDecConfig:
     @property
     def bound_verifier(self) -> Verifier:
         """The verifier with its settings."""
-        return bind_verifier(self.verifier, self.verifier_options)
+        return self._verifier  # type: ignore[attr-defined]
 
     @property
     def bound_schedule(self) -> Schedule:
