@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -106,45 +105,20 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     return shallow.to(model.device).eval()
 
 
-def noisy_copy(model: PreTrainedModel, scale: float, seed: int = 1) -> PreTrainedModel:
-    """A copy with an output layer of its own, whose weights are off by `scale` of their standard deviation.
-
-    As a draft it costs what the target costs and is right now and then, to study acceptance by.
-    """
-    weight = model.get_output_embeddings().weight
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(weight.shape, generator=generator) * weight.float().std().cpu() * scale
-    config = copy.deepcopy(model.config)
-    config.tie_word_embeddings = False
-    noisy = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    noisy.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        noisy.get_output_embeddings().weight.copy_(weight.float().cpu() + noise)
-    return noisy.to(model.device).eval()
-
-
-def draft_directory(name: str, make: Callable[[PreTrainedModel], PreTrainedModel]) -> Path:
-    """Directory of a draft model made from SmolLM2-135M-Instruct, once."""
+def shallow_directory(count: int) -> Path:
+    """Directory of a draft model: the first `count` layers of SmolLM2-135M-Instruct."""
     source = smollm2_directory()
-    directory = source.with_name(f"{source.name}-{name}")
+    directory = source.with_name(f"{source.name}-first-{count}-layers")
     if not directory.is_dir():
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix="make-") as work:
+        with tempfile.TemporaryDirectory(dir=directory.parent, prefix="cut-") as work:
             made = Path(work) / "model"
             logging.disable_progress_bar()
-            make(AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)).save_pretrained(made)
+            first_layers(AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16), count).save_pretrained(
+                made
+            )
             AutoTokenizer.from_pretrained(source).save_pretrained(made)
             made.rename(directory)
     return directory
-
-
-def shallow_directory(count: int) -> Path:
-    """Directory of a draft model: the first `count` layers of SmolLM2-135M-Instruct."""
-    return draft_directory(f"first-{count}-layers", lambda model: first_layers(model, count))
-
-
-def noisy_directory(scale: float) -> Path:
-    """Directory of a draft model: SmolLM2-135M-Instruct with noise of this scale on its output layer."""
-    return draft_directory(f"noise-{scale}", lambda model: noisy_copy(model, scale))
 
 
 if __name__ == "__main__":  # for scripts: the target's directory, and a draft model's
