@@ -14,12 +14,14 @@ import torch
 class Plan:
     """What the controller grants for one round: tokens below the root, children per node, nodes with the root.
 
-    A tree stays within all three. `width == 1` grants chains. Strategies that combine others read two more:
+    A tree stays within all three. `width == 1` grants chains. Strategies that run a model or combine others read more:
 
     Args:
         model_depth: longest path of a member that runs a model; None for `depth`, 0 leaves it out.
         enough: where members are asked in turn, tokens per row that the earlier ones must promise for a member that
             runs a model to be left out; None leaves it to the strategy.
+        least: estimated acceptance that the best path of a row must have, on average over rows, to be worth another
+            forward of a model. Nodes that are drawn for a verifier that reads draft probabilities disregard it.
     """
 
     depth: int
@@ -27,6 +29,7 @@ class Plan:
     nodes: int
     model_depth: int | None = None
     enough: float | None = None
+    least: float = 0.0
 
     @classmethod
     def chain(cls, depth: int) -> "Plan":

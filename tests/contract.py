@@ -83,13 +83,14 @@ def watched(strategy: DraftStrategy) -> Iterator[Watch]:
 
 PLANS = (
     Plan.chain(5),
-    Plan(4, 2, 9),
+    Plan(4, 2, 9, least=0.01),
     Plan(0, 1, 1),
     Plan(3, 3, 10),
     Plan.chain(1),
     Plan(3, 2, 4),
     Plan(1, 4, 5),
     Plan(6, 2, 12),
+    Plan(5, 1, 6, least=0.5),
 )
 """Chains and trees, wide and deep, and one round without a draft. No plan is deeper than it has nodes."""
 

@@ -367,3 +367,42 @@ def test_the_report_counts_choices_and_says_why_drafting_stopped():
     assert report["rounds_by_nodes"]["1"] > 150
     assert "forward of two tokens costs 1." in report["switched_off"][0]["why"]
     assert report["mean_absolute_error_seconds"] < 0.05 * report["mean_round_seconds"]
+
+
+def confident_run(machine: Machine, tokens: int, seed: int) -> tuple[float, int]:
+    """Seconds for so many tokens, and draft forwards, where a draft model is sure of every other token or so, and
+    says so; its draft ends where the plan says that going on does not pay."""
+    rng, control = random.Random(seed), controller(machine)
+    emitted, seconds, forwards = 0, 0.0, 0
+    view = DecodeView.of_sequences([[0]])
+    control.start(100, machine.block(100))
+    while emitted < tokens:
+        plan = control.plan(view, [tokens - emitted])
+        values: list[float] = []
+        while len(values) < plan.depth and (not values or values[-1] >= plan.least):
+            values.append((values[-1] if values else 1.0) * rng.choice([0.98, 0.1]))
+        drafting, control._scope.drafter.forwards = len(values) * machine.draft, forwards + len(values)
+        forwards += len(values)
+        tree = tree_of(values, list(range(len(values)))) if values else chains_of(view, 0)
+        if values:
+            tree = control.prune(view, tree)
+        above = [1.0, *tree.values[0].tolist()[1:]] if tree.size > 1 else [1.0]
+        asked = (rng.random() < below / parent for parent, below in itertools.pairwise(above))
+        hits = min(sum(1 for _ in itertools.takewhile(bool, asked)), tokens - emitted - 1)
+        took, depth = machine.block(tree.size), tree.size - 1
+        control.observe(
+            StepRecord(
+                plan=plan, rows=1, nodes=tree.size, context=1, drafted=[depth], reached=[min(hits + 1, depth)],
+                accepted=[hits], paths=[list(range(1, hits + 1))], draft_forwards=len(values),
+                draft_seconds=drafting, verify_seconds=took, step_seconds=drafting + took,
+            )
+        )  # fmt: skip
+        emitted, seconds = emitted + hits + 1, seconds + drafting + took
+    return seconds, forwards
+
+
+@pytest.mark.parametrize("name", ["flat", "costly draft", "steep"])
+def test_a_draft_ends_where_its_model_is_unsure(name):
+    machine = MACHINES[name]
+    reached = 3 * 1500 / sum(confident_run(machine, 1500, seed)[0] for seed in range(3))
+    assert reached >= 1.03 * best_constant(machine, [0.54])

@@ -17,6 +17,7 @@ from transformers import DynamicCache, set_seed
 import hf_specdec
 from hf_specdec import Plan, SpecDecConfig
 from hf_specdec.cache import SlotCache
+from hf_specdec.control.fixed import FixedController
 from hf_specdec.drafters import Cascade, DraftModel, Merge
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_tree import LevelTree
@@ -100,6 +101,29 @@ def test_trees_are_within_the_plan(tokens, depth, width, verifier, sample):
                 assert (tree.values[row, children] > 0).all()
         assert (tree.values[:, 0] == 1).all()
         assert bool(tree.sampled.any()) == (tree.probs is not None) == (verifier == "rejection")
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize(("verifier", "sample"), [("exact", False), ("exact", True), ("rejection", True)])
+def test_a_draft_ends_below_the_least_value_of_its_plan(monkeypatch, verifier, sample, width):
+    """But not where its end would tell what was drawn."""
+    watched, least = Watched(draft_model()), 0.03
+    monkeypatch.setattr(FixedController, "plan", lambda self, view, rooms: Plan(6, width, 1 + 6 * width, least=least))
+    config = SpecDecConfig(
+        strategy=watched, verifier=verifier, schedule="constant", max_draft_tokens=6 * width, max_width=width
+    )
+    call(spec_model(), prompt(3), Way("", 3, sample), assistant_strategy=config, max_new_tokens=16)
+    depths = []
+    for plan, tree in watched.seen:
+        depths.append(int(tree.depths.max()))
+        assert tree.values is not None
+        best = [
+            float(torch.where(tree.depths == depth, tree.values, 0).amax(1).mean()) for depth in range(1, depths[-1])
+        ]
+        assert verifier == "rejection" or all(value >= least for value in best)
+        if depths[-1] < plan.depth:
+            assert torch.where(tree.depths == depths[-1], tree.values, 0).amax(1).mean() < least
+    assert verifier == "rejection" or 1 <= min(depths) < max(depths)
 
 
 @pytest.mark.parametrize("nodes", [2, 4, 7, 13])

@@ -5,6 +5,7 @@ before it. Old observations are forgotten exponentially.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from .cost import isotonic
 
@@ -83,6 +84,15 @@ class ValueCalibration:
         """The share of a bin that is accepted."""
         return self._estimates[place]
 
+    @property
+    def observed(self) -> bool:
+        """Some token with an estimate was judged."""
+        return any(self._tries)
+
+    def least(self, share: float) -> float:
+        """The smallest estimate of which so large a share is accepted; above 1 where none is."""
+        return next((edge for edge, own in zip(BIN_EDGES, self._estimates) if own >= share), 2.0)
+
     def observe(self, hits: Sequence[int], misses: Sequence[int]) -> None:
         """One round: the bins of judged tokens that were accepted, and of those that were not."""
         if not hits and not misses:
@@ -101,3 +111,17 @@ class ValueCalibration:
             for own, tries, middle in zip(self._hits, self._tries, self._middles)
         ]
         self._estimates = isotonic(estimates, [tries + VALUE_WEIGHT for tries in self._tries])
+
+
+@dataclass
+class DraftAcceptance:
+    """What is known of the drafts of one kind: a model's, or those that were looked up.
+
+    Args:
+        chains: acceptance by depth.
+        first_values, later_values: calibration of estimates at the root, and below a drafted token.
+    """
+
+    chains: ChainAcceptance = field(default_factory=ChainAcceptance)
+    first_values: ValueCalibration = field(default_factory=ValueCalibration)
+    later_values: ValueCalibration = field(default_factory=ValueCalibration)

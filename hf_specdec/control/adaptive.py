@@ -1,9 +1,10 @@
 """Each round the draft with the most expected tokens per second, where "do not draft" is always a choice.
 
 With E(n) the tokens that a round with n draft tokens is expected to emit and C(n) its seconds, the choice is the n of
-the largest E(n) / C(n), over all n. A draft model's chain is sized before it is drafted, by its acceptance at each
-depth; what was looked up is asked for whole and pruned, node by node, by its calibrated values. A batch has one size
-for all rows, which are padded to it; what a row has no room for counts nothing.
+the largest E(n) / C(n), over all n. A draft model's paths are limited before they are drafted, by its acceptance at
+each depth, and end where its own estimates say that another forward does not pay; what was looked up is asked for
+whole. Both are pruned, node by node, by their calibrated values. A batch has one size for all rows, which are padded
+to it; what a row has no room for counts nothing.
 """
 
 import copy
@@ -19,7 +20,7 @@ from ..errors import SpecDecError
 from ..state import DecodeView, Plan
 from ..stats import StepRecord
 from ..tree import DraftTree, select_nodes
-from .acceptance import ChainAcceptance, ValueCalibration
+from .acceptance import DraftAcceptance
 from .base import SCHEDULES, Controller, Schedule, Scope
 from .cost import CostModel, load_costs, machine_key
 
@@ -38,13 +39,11 @@ WORTH_START, WORTH_RATE = 0.1, 0.15
 
 @dataclass
 class Learned:
-    """What outlives a round: costs, the acceptance of a draft model's and of looked-up chains, and of values."""
+    """What outlives a round: costs, and the acceptance of a model's drafts and of looked-up ones."""
 
     costs: CostModel = field(default_factory=CostModel)
-    model_chains: ChainAcceptance = field(default_factory=ChainAcceptance)
-    lookup_chains: ChainAcceptance = field(default_factory=ChainAcceptance)
-    first_values: ValueCalibration = field(default_factory=ValueCalibration)
-    later_values: ValueCalibration = field(default_factory=ValueCalibration)
+    model: DraftAcceptance = field(default_factory=DraftAcceptance)
+    lookup: DraftAcceptance = field(default_factory=DraftAcceptance)
 
 
 class ControlMemory:
@@ -174,9 +173,10 @@ class AdaptiveController(Controller):
         return plan
 
     def _plan_model(self, plan: Plan, rooms: Sequence[int]) -> Plan:
+        """Up to the depth of the most tokens per second, and one level more where the model's estimates allow it."""
         costs, rows = self._costs, len(rooms)
         lookup = costs.lookup if self._scope.drafter.looks_up else 0.0
-        survival = self._learned.model_chains.survival(plan.depth)
+        survival = self._learned.model.chains.survival(plan.depth)
         expected, tokens, seconds = float(rows), [], []
         for depth in range(plan.depth + 1):
             if depth:
@@ -184,29 +184,26 @@ class AdaptiveController(Controller):
             nodes = 1 + depth if plan.width == 1 or not depth else plan.nodes
             tokens.append(expected)
             seconds.append(lookup + depth * costs.draft_step + costs.block(rows * nodes))
-        depth = self._choose(tokens, seconds, rows)
-        self._predicted = seconds[depth]
+        best = depth = self._choose(tokens, seconds, rows)
+        self._predicted = seconds[best]
+        if best and not self._probing:
+            level = costs.draft_step + costs.block(2 * rows) - costs.block(rows)
+            worth = self._rate(tokens, seconds, rows) * level / (rows * survival[0])
+            values = self._learned.model.first_values
+            plan, depth = replace(plan, least=values.least(worth)), depth + values.observed
         if not self._scope.drafter.looks_up:
             return plan.within(depth)
-        enough = tokens[depth] / seconds[depth] * (lookup + costs.block(rows * plan.nodes)) / rows
+        enough = tokens[best] / seconds[best] * (lookup + costs.block(rows * plan.nodes)) / rows
         return replace(plan, model_depth=depth, enough=enough)
 
     def _choose(self, tokens: Sequence[float], seconds: Sequence[float], rows: int) -> int:
-        """The size that gives the call the most tokens per second, but now and then another one to learn from.
-
-        A round's seconds are worth the tokens that the call emits in as many seconds: the best size is that of the
-        largest tokens - rate * seconds (renewal reward). The rate is that of the recent rounds, at first of this one.
+        """The best size, but now and then another one to learn from.
 
         Args:
             tokens, seconds: by size, from 0 on.
         """
         rates = [count / cost for count, cost in zip(tokens, seconds)]
-        share = self._recent_seconds / (self._recent_seconds + FIRST_ROUNDS * seconds[0])
-        rate = max(rates) * (1 - share)
-        if share:
-            rate += max(self._recent_tokens / self._recent_seconds * rows, rates[0]) * share
-        gains = [count - rate * cost for count, cost in zip(tokens, seconds)]
-        best = gains.index(max(gains))
+        best = self._best(tokens, seconds, rows)
         if best:
             if self._rounds and not self._costs.observed(rows) and rates[best] < self._costs.doubt * rates[0]:
                 return 0
@@ -216,6 +213,24 @@ class AdaptiveController(Controller):
             return 0
         least = max(range(1, len(rates)), key=rates.__getitem__)
         return least if self._probing or self._probe_is_due(seconds[least] - seconds[0]) else 0
+
+    def _best(self, tokens: Sequence[float], seconds: Sequence[float], rows: int) -> int:
+        """The size that gives the call the most tokens per second: that of the largest tokens - rate * seconds."""
+        rate = self._rate(tokens, seconds, rows)
+        gains = [count - rate * cost for count, cost in zip(tokens, seconds)]
+        return gains.index(max(gains))
+
+    def _rate(self, tokens: Sequence[float], seconds: Sequence[float], rows: int) -> float:
+        """Tokens that the call emits per second, which is what a second of a round is worth (renewal reward).
+
+        It is that of the recent rounds, at first of this one.
+        """
+        rates = [count / cost for count, cost in zip(tokens, seconds)]
+        share = self._recent_seconds / (self._recent_seconds + FIRST_ROUNDS * seconds[0])
+        rate = max(rates) * (1 - share)
+        if share:
+            rate += max(self._recent_tokens / self._recent_seconds * rows, rates[0]) * share
+        return rate
 
     def _probe_is_due(self, extra_seconds: float) -> bool:
         """Count a round in which drafting does not pay. Is it time to draft all the same, to see whether it would?"""
@@ -229,34 +244,37 @@ class AdaptiveController(Controller):
 
     def _reason(self) -> str:
         two = self._costs.block(2) / self._costs.block(1)
-        chain = self._learned.model_chains if self._scope.drafter.runs_model else self._learned.lookup_chains
+        kind = self._learned.model if self._scope.drafter.runs_model else self._learned.lookup
         return (
-            f"a first draft token is accepted with probability {chain.survival(1)[0]:.2f}, and a forward of two "
+            f"a first draft token is accepted with probability {kind.chains.survival(1)[0]:.2f}, and a forward of two "
             f"tokens costs {two:.2f} of one"
         )
 
     def prune(self, view: DecodeView, tree: DraftTree) -> DraftTree:
-        """The nodes of looked-up drafts whose gain is above their cost, as many in each row."""
-        if tree.size == 1 or self._scope.drafter.forwards > self._forwards:
+        """The nodes whose gain is above their cost, as many in each row."""
+        forwards = self._scope.drafter.forwards - self._forwards
+        if tree.size == 1 or (forwards and tree.values is None):
             return tree
         parents = tree.parents.tolist()
-        places, chances = self._judge(tree, parents)
+        places, chances = self._judge(tree, parents, self._learned.model if forwards else self._learned.lookup)
         orders = [
             sorted((node for node, above in enumerate(own) if above >= 0), key=lambda node: -chance[node])
             for own, chance in zip(parents, chances)
         ]
         rows, most = len(orders), max(map(len, orders))
-        expected, lookup = float(rows), self._costs.lookup
-        tokens, seconds = [expected], [lookup + self._costs.block(rows)]
+        drafting = (self._costs.lookup if self._scope.drafter.looks_up else 0.0) + forwards * self._costs.draft_step
+        expected = float(rows)
+        tokens, seconds = [expected], [drafting + self._costs.block(rows)]
         for count in range(most):
             for order, chance in zip(orders, chances):
                 if count < len(order):
                     expected += chance[order[count]]
             tokens.append(expected)
-            seconds.append(lookup + self._costs.block(rows * (2 + count)))
-        count = self._choose(tokens, seconds, rows)
-        gain = tokens[count] / rows - seconds[count] / self._costs.block(rows)
-        self._worth += WORTH_RATE * (gain - self._worth)
+            seconds.append(drafting + self._costs.block(rows * (2 + count)))
+        count = self._best(tokens, seconds, rows) if forwards else self._choose(tokens, seconds, rows)
+        if not forwards:
+            gain = tokens[count] / rows - seconds[count] / self._costs.block(rows)
+            self._worth += WORTH_RATE * (gain - self._worth)
         self._predicted = seconds[count]
         kept = [[0, *sorted(order[:count])] for order in orders]
         if count < most or most + 1 < tree.size:
@@ -268,12 +286,12 @@ class AdaptiveController(Controller):
         return tree
 
     def _judge(
-        self, tree: DraftTree, parents: Sequence[Sequence[int]]
+        self, tree: DraftTree, parents: Sequence[Sequence[int]], kind: DraftAcceptance
     ) -> tuple[list[list[int]] | None, list[list[float]]]:
         """Per row and node, the bin of its value, and the probability that it is accepted."""
         chances: list[list[float]] = []
         if tree.values is None:
-            survival = [1.0, *self._learned.lookup_chains.survival(tree.size)]
+            survival = [1.0, *kind.chains.survival(tree.size)]
             for above in parents:
                 depths = [0] * len(above)
                 for node, parent in enumerate(above):
@@ -281,7 +299,7 @@ class AdaptiveController(Controller):
                         depths[node] = depths[parent] + 1
                 chances.append([survival[depth] for depth in depths])
             return None, chances
-        first, later, places = self._learned.first_values, self._learned.later_values, []
+        first, later, places = kind.first_values, kind.later_values, []
         for above, values in zip(parents, tree.values.tolist()):
             bins, chance = [0] * len(above), [1.0] * len(above)
             for node, parent in enumerate(above):
@@ -322,8 +340,8 @@ class AdaptiveController(Controller):
         judged = [row for row, depth in enumerate(record.reached) if depth]
         if not judged:
             return
-        chains = self._learned.model_chains if record.draft_forwards else self._learned.lookup_chains
-        chains.observe([record.accepted[row] for row in judged], [record.reached[row] for row in judged])
+        kind = self._learned.model if record.draft_forwards else self._learned.lookup
+        kind.chains.observe([record.accepted[row] for row in judged], [record.reached[row] for row in judged])
         if self._shown is None:
             return
         seen: dict[bool, tuple[list[int], list[int]]] = {False: ([], []), True: ([], [])}
@@ -335,8 +353,8 @@ class AdaptiveController(Controller):
             for node, (parent, place) in enumerate(zip(self._shown[0][row], self._shown[1][row])):
                 if parent in asked:
                     seen[parent == 0][node not in taken].append(place)
-        self._learned.first_values.observe(*seen[True])
-        self._learned.later_values.observe(*seen[False])
+        kind.first_values.observe(*seen[True])
+        kind.later_values.observe(*seen[False])
 
     def finish(self) -> None:
         """Hand on what was learned."""

@@ -189,12 +189,15 @@ class ModelDrafter(Drafter):
         tree, width = LevelTree(torch.tensor(view.roots(), device=self._device)), min(plan.width, plan.nodes - 1)
         scores = self._catch_up(view)
         noise = self._noise(view, depth, scores)
+        drawn = self._request.sampling and self._request.verifier.uses_draft_probs
         for level in range(depth):
             if level:
+                if plan.least > 0 and not drawn and tree.promise() < plan.least:
+                    break
                 tokens = tree.descend(width)
                 scores = self._forward(tokens, tree.seen, [length + 1 for length in view.lengths()])
             scores = self._processed(scores, tree, view)
-            if self._request.sampling and self._request.verifier.uses_draft_probs:
+            if drawn:
                 law = torch.softmax(scores.float(), -1)
                 law = torch.where(law.isnan(), 1 / law.shape[2], law)
                 tree.draw(law, width, -(-(plan.nodes - tree.size) // (depth - level)))

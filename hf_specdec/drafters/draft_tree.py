@@ -77,6 +77,11 @@ class LevelTree:
         self.parents = torch.cat([self.parents, parents], 1)
         self.values = torch.cat([self.values, values], 1)
 
+    def promise(self) -> float:
+        """The value of the best node of the last level, averaged over the rows. Reads the device."""
+        first = self.size - self._above.shape[1]
+        return float(self.values[:, first:].amax(1).mean())
+
     def descend(self, width: int) -> torch.Tensor:
         """Make the `width` most valuable nodes of the last level the beam. Their tokens, shape `(B, n)`."""
         first = self.size - self._above.shape[1]
