@@ -1,7 +1,7 @@
 """Measure draft strategies on a model: acceptance, wall clock, quality and losslessness.
 
-`run_bench` measures, `verify` checks, `plan`, `plan_tree` and `plan_layers` forecast; `expected_tokens`,
-`compute_speedup` and `find_optimal_length` are the formulas.
+`run_bench` measures, `verify` checks, `plan_strategy` chooses, `plan`, `plan_tree` and `plan_layers` forecast;
+`expected_tokens`, `compute_speedup` and `find_optimal_length` are the formulas.
 """
 
 from .bench import run_bench
@@ -11,6 +11,7 @@ from .layer_plan import LayerPlan, plan_layers
 from .length_plan import load_run, plan
 from .lossless import Verdict, verify
 from .planning import compute_speedup, expected_tokens, find_optimal_length
+from .strategy_plan import StrategyPlan, plan_strategy
 from .task import Sample, Task, load_samples, load_task, task_names
 from .tree_plan import measure_acceptance, plan_tree
 
@@ -19,6 +20,7 @@ __all__ = [
     "LayerPlan",
     "RunConfig",
     "Sample",
+    "StrategyPlan",
     "Task",
     "Verdict",
     "compute_speedup",
@@ -31,6 +33,7 @@ __all__ = [
     "measure_costs",
     "plan",
     "plan_layers",
+    "plan_strategy",
     "plan_tree",
     "run_bench",
     "task_names",

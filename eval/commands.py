@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -20,6 +20,7 @@ from .lossless import verify
 from .measure import prompt_ids
 from .run import app as bench_app
 from .run import clean_errors
+from .strategy_plan import DEFAULT_LIMIT, default_candidates, plan_strategy
 from .task import Sample, load_samples, load_task
 from .tree_plan import DEFAULT_DEPTH, DEFAULT_NODES, builtin_prompts, measure_acceptance, plan_tree
 
@@ -80,29 +81,50 @@ def verify_command(
         raise typer.Exit(1)
 
 
-Drafts = Annotated[str | None, typer.Option(help="Whose drafts; as in `hf-specdec bench`.")]
+Drafts = Annotated[
+    list[str] | None,
+    typer.Option(help="A candidate, as in `hf-specdec bench`; repeatable. Default: auto, suffix, prompt_lookup."),
+]
+DraftModelName = Annotated[
+    str | None, typer.Option(help="A small model to draft with, by itself and in auto, beside the default candidates.")
+]
+Tasks = Annotated[list[str] | None, typer.Option(help="A task of the package; repeatable. Default: builtin.")]
+TaskFiles = Annotated[list[str] | None, typer.Option(help="Your prompts: a task, a YAML file; repeatable.")]
+DataDirs = Annotated[list[str] | None, typer.Option(help="Where local data are, or TASK=PATH; repeatable.")]
+Limit = Annotated[int | None, typer.Option(help=f"Prompts per task. Default: {DEFAULT_LIMIT}.")]
+BatchSize = Annotated[int | None, typer.Option(help="Prompts per call. Default: 1.")]
+NewTokens = Annotated[int | None, typer.Option(help="Longest answer. Default: the task's.")]
+Temperature = Annotated[float | None, typer.Option(help="0 decodes greedily. Default: 0.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of sampling and order. Default: 0.")]
+Repeats = Annotated[int | None, typer.Option(help="Times that each prompt is measured. Default: 1.")]
 Rates = Annotated[
     str | None,
     typer.Option(
-        help="Probability that a draft token is accepted, or one per position: 0.8,0.7,0.6. With --tree, one per "
-        "candidate at the same place, the likeliest first: 0.6,0.2,0.1."
+        help="Only the length table, for this probability that a draft token is accepted, or one per position: "
+        "0.8,0.7,0.6. With --tree, one per candidate at the same place, the likeliest first: 0.6,0.2,0.1."
     ),
 ]
-Results = Annotated[str | None, typer.Option(help="A results.json, or its directory, in place of --acceptance.")]
-Label = Annotated[str | None, typer.Option(help="Which method of the results. Default: the longest drafts.")]
+Results = Annotated[
+    str | None, typer.Option(help="Only the length table, for the acceptance in a results.json or its directory.")
+]
+Label = Annotated[str | None, typer.Option(help="Which method of --results. Default: the longest drafts.")]
 PlanTree = Annotated[
-    bool, typer.Option("--tree", help="Plan a tree. Without --acceptance, it is measured on prompts of the package.")
+    bool,
+    typer.Option("--tree", help="Only a tree for --strategy. Acceptance is measured on prompts of the package."),
 ]
 Nodes = Annotated[
     int | None, typer.Option(help=f"Most nodes of a tree, the last token included. Default: {DEFAULT_NODES}.")
 ]
 Longest = Annotated[
     int | None,
-    typer.Option(help="Longest draft, or path of a tree. Default: 16, or as many as --acceptance; 8 with --layers."),
+    typer.Option(
+        help="Longest draft of the length table, path of a tree, or draft of --layers. Default: 16, or as many as "
+        "--acceptance; 8 with --layers."
+    ),
 ]
-Context = Annotated[int | None, typer.Option(help="Tokens of context that costs are measured at.")]
+Context = Annotated[int | None, typer.Option(help="Tokens of context that tables and trees are priced at.")]
 PlanLayers = Annotated[
-    bool, typer.Option("--layers", help="Search the part of the model that drafts best (strategy layer_skip).")
+    bool, typer.Option("--layers", help="Only the part of the model that drafts best (strategy layer_skip).")
 ]
 Prompts = Annotated[
     list[str] | None,
@@ -112,76 +134,163 @@ Budget = Annotated[int | None, typer.Option(help="With --layers: skip sets to tr
 SaveCosts = Annotated[
     str | None, typer.Option(help="JSON file to add the costs to, for the adaptive schedule's profile.")
 ]
-Save = Annotated[str | None, typer.Option(help="With --layers: YAML file for the best setting.")]
+Save = Annotated[
+    str | None,
+    typer.Option(help="YAML file for what to use, for assistant_strategy and --strategy; none where nothing pays."),
+]
+
+ANSWER = (
+    "--strategy --draft-model --task --task-file --data-dir --limit --batch-size --max-new-tokens --temperature "
+    "--seed --repeats --save --save-costs"
+)
+MODES = {
+    mode: frozenset(options.split())
+    for mode, options in {
+        "": ANSWER,
+        "--layers": "--layers --prompt --max-length --budget --save",
+        "--tree": "--tree --strategy --acceptance --nodes --max-length --context",
+        "--results": "--results --strategy --label --max-length --context --save-costs",
+        "--acceptance": "--acceptance --strategy --max-length --context --save-costs",
+    }.items()
+}
+"""The options of each kind of plan, beside those that load the model. The first that is asked for counts; without one
+of them, the whole answer is asked for."""
 
 
 @plan_app.command()
 def plan_command(
     model: Model,
     strategy: Drafts = None,
+    draft_model: DraftModelName = None,
+    task: Tasks = None,
+    task_file: TaskFiles = None,
+    data_dir: DataDirs = None,
+    limit: Limit = None,
+    batch_size: BatchSize = None,
+    max_new_tokens: NewTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    repeats: Repeats = None,
+    save: Save = None,
+    save_costs: SaveCosts = None,
+    tree: PlanTree = False,
     acceptance: Rates = None,
+    nodes: Nodes = None,
     results: Results = None,
     label: Label = None,
-    tree: PlanTree = False,
-    nodes: Nodes = None,
     max_length: Longest = None,
     context: Context = None,
     layers: PlanLayers = False,
     prompt: Prompts = None,
     budget: Budget = None,
-    save: Save = None,
-    save_costs: SaveCosts = None,
     dtype: Dtype = "auto",
     revision: Revision = None,
     device_map: DeviceMap = None,
     attention: Attention = None,
 ) -> None:
-    """Measure this machine's costs; print the speed-up to expect of each draft length, or the best tree or layers."""
+    """Measure strategies on your prompts and tell which to use and what it gains, or not to speculate.
+
+    With --tree, --acceptance, --results or --layers: only the details of one strategy.
+    """
+    given: dict[str, Any] = {
+        "--strategy": strategy, "--draft-model": draft_model, "--task": task, "--task-file": task_file,
+        "--data-dir": data_dir, "--limit": limit, "--batch-size": batch_size, "--max-new-tokens": max_new_tokens,
+        "--temperature": temperature, "--seed": seed, "--repeats": repeats, "--save": save, "--save-costs": save_costs,
+        "--tree": tree or None, "--acceptance": acceptance, "--nodes": nodes, "--results": results, "--label": label,
+        "--max-length": max_length, "--context": context, "--layers": layers or None, "--prompt": prompt,
+        "--budget": budget,
+    }  # fmt: skip
     with clean_errors():
-        if layers:
-            others = {"--strategy": strategy, "--acceptance": acceptance, "--results": results, "--nodes": nodes}
-            others |= {"--label": label, "--context": context, "--tree": tree or None, "--save-costs": save_costs}
-            refuse_options(others, layers)
-        else:
-            refuse_options({"--prompt": prompt, "--budget": budget, "--save": save}, layers)
+        given = {option: value for option, value in given.items() if value is not None and value != []}
+        mode = plan_mode(given)
         loading = target_config(model, dtype, revision, device_map, attention)
-        if layers:
+        if mode == "--layers":
             best_layers(loading, prompt, 8 if max_length is None else max_length, budget, save)
-            return
-        if strategy is None:
-            raise SpecDecError("Give --strategy for the length of its drafts, or --layers for a part of the model.")
-        if label is not None and results is None:
-            raise SpecDecError("--label names a method of --results; give that as well.")
-        config = SpecDecConfig(**parse_strategy(strategy).config)
-        rates = None if acceptance is None else parse_rates(acceptance)
-        if tree:
-            if results is not None:
-                raise SpecDecError("--results tells nothing about candidates at the same place; drop it, or --tree.")
-            print_tree(loading, config, rates, nodes or DEFAULT_NODES, max_length or DEFAULT_DEPTH, context)
-            return
-        if nodes is not None:
-            raise SpecDecError("--nodes is the size of a tree; give --tree as well, or --max-length alone.")
-        if (acceptance is None) == (results is None):
-            raise SpecDecError("Give one of --acceptance and --results, for how often drafts are accepted.")
-        known = rates if rates is not None else load_run(str(results), config, label)
-        longest = (len(rates) if isinstance(rates, list) else 16) if max_length is None else max_length
-        plan(load_target(loading, device())[0], config, known, longest, context, None, save_costs)
+        elif mode == "":
+            best_strategy(loading, given)
+        else:
+            plan_details(loading, mode, given)
 
 
-def refuse_options(given: Mapping[str, object], layers: bool) -> None:
-    """Raise `SpecDecError` for an option of `plan` that would be ignored."""
-    for option, value in given.items():
-        if value is not None:
-            how = "does not go with --layers; leave it out" if layers else "goes with --layers; give that as well"
-            raise SpecDecError(f"{option} {how}.")
+def plan_mode(given: Mapping[str, Any]) -> str:
+    """What is asked for. Raises `SpecDecError` for an option that would be ignored."""
+    mode = next((each for each in MODES if each in given), "")
+    for option in given:
+        if option in MODES[mode]:
+            continue
+        homes = [each for each, options in MODES.items() if each and option in options]
+        if option not in MODES[""] and mode in ("", "--acceptance"):
+            raise SpecDecError(f"{option} goes with {' or '.join(homes)}; give that as well.")
+        raise SpecDecError(f"{option} does not go with {mode}; leave it out.")
+    return mode
+
+
+def best_strategy(loading: RunConfig, given: Mapping[str, Any]) -> None:
+    """Tell which strategy to use, and write it down if it pays."""
+    save, costs = given.get("--save"), given.get("--save-costs")
+    check_places(save, costs)
+    if "--draft-model" in given and "--strategy" in given:
+        raise SpecDecError(
+            "--draft-model joins the default candidates, and --strategy replaces them; leave one out. A draft model "
+            "among candidates of yours is --strategy draft_model:model=NAME."
+        )
+    own = {"--strategy", "--draft-model", "--save", "--save-costs"}
+    fields = {"--task": "tasks", "--task-file": "task_files"}
+    values = {fields.get(each, each[2:].replace("-", "_")): given[each] for each in given if each not in own}
+    if "task_files" in values:
+        values.setdefault("tasks", [])
+    candidates = given.get("--strategy") or default_candidates(given.get("--draft-model"))
+    defaults = {"limit": DEFAULT_LIMIT, "repeats": 1, "strategies": candidates}
+    planned = plan_strategy(RunConfig.from_dict({**loading.to_dict(), **defaults, **values}), save_costs_to=costs)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not planned.pays:
+        if save is not None:
+            console.print(f"{save} was not written.", soft_wrap=True)
+        return
+    console.print(f"In Python: {planned.call}", soft_wrap=True)
+    if save is not None:
+        told = f"# Chosen by hf-specdec plan: {planned.figures} on {planned.held_out} prompts.\n"
+        save_config(save, planned.config, told)
+        console.print(f'Saved: assistant_strategy="{save}", or hf-specdec generate --strategy {save}', soft_wrap=True)
+
+
+def check_places(save: str | None, costs: str | None = None) -> None:
+    """Raise `SpecDecError` where a file could not be written, or not be loaded, before anything is measured."""
+    for option, path in {"--save": save, "--save-costs": costs}.items():
+        if path is not None and not Path(path).parent.is_dir():
+            raise SpecDecError(f"{option} {path}: there is no directory {Path(path).parent}; make it first.")
+    if save is not None and not save.endswith((".yaml", ".yml")):
+        raise SpecDecError(f"--save {save}: strategies are loaded from files that end in .yaml; give such a name.")
+
+
+def save_config(path: str, config: Mapping[str, Any], comment: str = "") -> None:
+    """Write the fields of a `SpecDecConfig` as YAML."""
+    Path(path).write_text(comment + yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
+
+
+def plan_details(loading: RunConfig, mode: str, given: Mapping[str, Any]) -> None:
+    """The tree of one strategy, or its length table."""
+    strategies = given.get("--strategy", [])
+    if len(strategies) != 1:
+        raise SpecDecError(f"Give --strategy once: {mode} is about the drafts of one.")
+    config = SpecDecConfig(**parse_strategy(strategies[0]).config)
+    rates = parse_rates(given["--acceptance"]) if "--acceptance" in given else None
+    context, costs = given.get("--context"), given.get("--save-costs")
+    if mode == "--tree":
+        nodes, depth = given.get("--nodes", DEFAULT_NODES), given.get("--max-length", DEFAULT_DEPTH)
+        print_tree(loading, config, rates, nodes, depth, context)
+        return
+    check_places(None, costs)
+    known = load_run(given["--results"], config, given.get("--label")) if rates is None else rates
+    longest = given.get("--max-length", len(rates) if isinstance(rates, list) else 16)
+    plan(load_target(loading, device())[0], config, known, longest, context, None, costs)
 
 
 def best_layers(
     loading: RunConfig, prompts: list[str] | None, max_length: int, budget: int | None, save: str | None
 ) -> None:
     """Search the part of a model that drafts best, and write it down if it pays. Status 1 if there is nothing to."""
-    if save is not None and not Path(save).parent.is_dir():
-        raise SpecDecError(f"--save {save}: there is no directory {Path(save).parent}; make it first.")
+    check_places(save)
     given = [Sample("prompt", "prompt", "prompt", (each,), {}, 1, (), None, None) for each in prompts or []]
     samples = given or load_samples(load_task("builtin"), PLAN_PROMPTS, None)
     target, tokenizer = load_target(loading, device())
@@ -193,7 +302,7 @@ def best_layers(
     if not planned.pays:
         console.print(f"{save} was not written.", soft_wrap=True)
         raise typer.Exit(1)
-    Path(save).write_text(yaml.safe_dump(planned.best.config.to_dict(), sort_keys=False), encoding="utf-8")
+    save_config(save, planned.best.config.to_dict())
     console.print(f"Saved to {save}: hf-specdec bench --strategy {save}", soft_wrap=True)
 
 

@@ -88,7 +88,7 @@ class RoundLog:
     verify_seconds: dict[int, list[float]] = field(default_factory=dict)
     """By width: the round without its drafting."""
     draft_seconds: dict[int, list[float]] = field(default_factory=dict)
-    """By tokens asked for: the drafter's `propose` and `observe`."""
+    """By tokens asked for: the drafter's `propose`, `learn` and `observe`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +119,7 @@ class ScheduledDrafter(Drafter):
         self._schedule = list(strategy.schedule)
         self._log = strategy.log
         self._timed = timed
+        self.top_tokens = 0 if timed is None else timed.top_tokens
         self._passed = 0
         self._length = 0
         self._began = self._drafting = 0.0
@@ -157,6 +158,12 @@ class ScheduledDrafter(Drafter):
         noise = random.Random(self._passed)
         chains = [noise.choices(view.tokens(row), k=self._length) for row in range(view.rows)]
         return DraftTree.from_chains(view.roots(), chains, view.device)
+
+    def learn(self, view: DecodeView, tree: DraftTree, tokens: torch.Tensor, probs: torch.Tensor) -> None:
+        """Time what the drafter makes of the target's likeliest tokens."""
+        if self._timed is not None:
+            with self._drafts(view.device):
+                self._timed.learn(view, tree, tokens, probs)
 
     def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:
         """Time what the drafter does with new tokens."""

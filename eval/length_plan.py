@@ -17,6 +17,7 @@ from .cost import PLAIN_STEPS, WIDTHS, measure_costs
 from .planning import (
     Forecast,
     MeasuredCall,
+    StepCosts,
     check_length,
     compute_speedup,
     expected_tokens,
@@ -157,37 +158,56 @@ def plan(
         console: where the table goes; standard output by default.
         save_costs_to: a JSON file to add the costs to, for `Adaptive(profile=...)`.
     """
-    check_length(max_length)
     if context is not None and context < 1:
         raise SpecDecError(f"context={context} is no number of tokens; give at least 1.")
-    widths = sorted({each for each in WIDTHS if each <= max_length} | {max_length + 1})
-    lengths = range(max_length + 1)
     if isinstance(acceptance, MeasuredRun):
         if context is not None:
             raise SpecDecError(f"context={context} was given, and the run brings the contexts of its calls; drop it.")
-        low, high = np.quantile([each.context for each in acceptance.calls], (0.05, 0.95))
-        sizes = sorted({len(each.agreed) for each in acceptance.calls} | {1})
-        costs = measure_costs(
-            model, strategy, widths, sizes, spread_contexts(low, high), temperature=acceptance.temperature
-        )
-        own = costs.at(1, float((low + high) / 2))
-        planned = LengthPlan(tuple(forecast(acceptance.calls, each, costs.at) for each in lengths), acceptance.longest)
+        planned, own = forecast_lengths(model, strategy, acceptance, max_length)
     else:
         expected_tokens(acceptance, max_length)  # refuses what is no probability before anything is timed
         middle = 512 if context is None else context
-        own = measure_costs(model, strategy, widths, contexts=spread_contexts(middle, middle)).at(1, middle)
+        contexts = spread_contexts(middle, middle)
+        own = measure_costs(model, strategy, widths_up_to(max_length), contexts=contexts).at(1, middle)
         step = (own.draft_seconds, own.verify_seconds, own.plain_seconds, own.overhead_seconds)
         planned = LengthPlan(
             tuple(
                 Forecast(each, expected_tokens(acceptance, each), compute_speedup(acceptance, each, *step))
-                for each in lengths
+                for each in range(max_length + 1)
             )
         )
     if save_costs_to is not None:
-        profile = CostModel.measured(own.verify_seconds, own.draft_seconds, own.overhead_seconds)
-        save_costs(save_costs_to, machine_key(model), profile)
+        write_costs(save_costs_to, model, own)
     (console or Console(highlight=False)).print(planned.table())
     return planned
+
+
+def forecast_lengths(
+    model: PreTrainedModel, strategy: Any, run: MeasuredRun, max_length: int
+) -> tuple[LengthPlan, StepCosts]:
+    """Measure costs at the contexts and batch sizes of a run and replay its calls under every draft length.
+
+    Returns:
+        the forecasts, and the costs of one row in the middle of the contexts.
+    """
+    low, high = np.quantile([each.context for each in run.calls], (0.05, 0.95))
+    sizes = sorted({len(each.agreed) for each in run.calls} | {1})
+    widths, contexts = widths_up_to(max_length), spread_contexts(low, high)
+    costs = measure_costs(model, strategy, widths, sizes, contexts, temperature=run.temperature)
+    forecasts = tuple(forecast(run.calls, each, costs.at) for each in range(max_length + 1))
+    return LengthPlan(forecasts, run.longest), costs.at(1, float((low + high) / 2))
+
+
+def widths_up_to(max_length: int) -> list[int]:
+    """Widths of blocks to time for drafts of up to so many tokens."""
+    check_length(max_length)
+    return sorted({each for each in WIDTHS if each <= max_length} | {max_length + 1})
+
+
+def write_costs(path: str, model: PreTrainedModel, costs: StepCosts) -> None:
+    """Add costs to a JSON file, for `Adaptive(profile=...)`."""
+    profile = CostModel.measured(costs.verify_seconds, costs.draft_seconds, costs.overhead_seconds)
+    save_costs(path, machine_key(model), profile)
 
 
 def spread_contexts(low: float, high: float) -> list[int]:

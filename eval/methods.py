@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec import VERIFIERS, DraftModel, SpecDecConfig, SpecDecError
+from hf_specdec import VERIFIERS, Auto, DraftModel, SpecDecConfig, SpecDecError
 
 from .config import RunConfig, StrategySpec
 
@@ -55,7 +55,8 @@ def build_methods(
     methods, notes = [Method(PLAIN, "plain")], []
     if model.device.type == "cuda":  # there generate compiles by default once the cache is static
         methods.append(Method("plain_compiled", "plain", {"cache_implementation": "static"}))
-    drafts = {name: _load_draft(name, model) for each in config.strategies if (name := each.draft_model) is not None}
+    names = dict.fromkeys(each.draft_model for each in config.strategies)
+    drafts = {name: _load_draft(name, model) for name in names if name is not None}
     if config.batch_size == 1:
         methods.append(Method("stock_prompt_lookup", "stock", {"prompt_lookup_num_tokens": STOCK_LOOKUP_TOKENS}))
         for number, draft in enumerate(drafts.values(), start=1):
@@ -83,9 +84,8 @@ def _load_draft(name: str, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _ours(spec: StrategySpec, drafts: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> Method:
-    """The method of a strategy; a draft model's name becomes the model."""
+    """The method of a strategy; a draft model's name becomes the model, one object for all that draft with it."""
     fields = dict(spec.config)
-    if (name := spec.draft_model) is not None and fields["strategy"] == DraftModel.name:
-        options = {**fields.pop("strategy_options"), "model": drafts[name]}
-        fields["strategy"] = DraftModel(**options)
+    if (name := spec.draft_model) is not None and fields["strategy"] in (DraftModel.name, Auto.name):
+        fields["strategy_options"] = {**fields["strategy_options"], "model": drafts[name]}
     return Method(spec.label, "ours", {"assistant_strategy": SpecDecConfig(**fields)}, spec)

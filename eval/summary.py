@@ -56,11 +56,22 @@ def summarise(
         if len(parts) > 1:
             groups |= {part: [row for row in of_task if _part(row) == part] for part in parts}
         tables += [
-            {"task": task, "part": part, "cells": {m["label"]: _cell(group, m, confidence) for m in methods}}
+            {"task": task, "part": part, "cells": compare(group, methods, confidence)}
             for part, group in groups.items()
             if group
         ]
     return tables
+
+
+def compare(
+    rows: Sequence[Row], methods: Sequence[Mapping[str, Any]], confidence: float = 0.99
+) -> dict[str, dict[str, Any]]:
+    """Make the cells of one table: by label, what a method did in these rows, beside plain decoding.
+
+    Args:
+        rows, methods, confidence: as in `summarise`; the rows are taken together, whatever task they are of.
+    """
+    return {method["label"]: _cell(rows, method, confidence) for method in methods}
 
 
 def failures(rows: Iterable[Row]) -> list[dict[str, Any]]:

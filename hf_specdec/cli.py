@@ -336,7 +336,7 @@ def verify(context: typer.Context) -> None:
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def plan(context: typer.Context) -> None:
-    """Measure this machine's costs and tell the best draft length, or the best tree."""
+    """Measure strategies on your prompts and tell which to use and what it gains, or not to speculate."""
     pass_on(context, "plan")
 
 

@@ -172,10 +172,11 @@ def test_what_cannot_be_planned_is_refused():
     [
         (["--layers", "--strategy", "suffix"], "--strategy does not go with --layers"),
         (["--layers", "--context", "64"], "--context does not go with --layers"),
-        (["--strategy", "suffix", "--acceptance", "0.5", "--save", "x"], "--save goes with --layers"),
+        (["--strategy", "suffix", "--acceptance", "0.5", "--save", "x"], "--save does not go with --acceptance"),
         (["--strategy", "suffix", "--acceptance", "0.5", "--prompt", "x"], "--prompt goes with --layers"),
-        ([], "Give --strategy"),
+        (["--tree"], "Give --strategy"),
         (["--layers", "--save", "nowhere/at/all.yaml"], "there is no directory"),
+        (["--layers", "--save", "all.txt"], "end in .yaml"),
     ],
     ids=str,
 )

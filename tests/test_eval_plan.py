@@ -428,7 +428,7 @@ class Counting(DraftStrategy):
 
 
 def test_rounds_are_split_into_drafting_and_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that only parts of a round move: 10 per drafted token, 3 to observe, 100 for the rest."""
+    """On a clock that only parts of a round move: 10 per drafted token, 4 to learn, 3 to observe, 100 for the rest."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
@@ -440,6 +440,9 @@ def test_rounds_are_split_into_drafting_and_the_rest(monkeypatch: pytest.MonkeyP
             clock.now += 10 * plan.depth
             return DraftTree.from_chains(view.roots(), [[]])
 
+        def learn(self, view: DecodeView, tree: DraftTree, tokens: torch.Tensor, probs: torch.Tensor) -> None:
+            clock.now += 4
+
         def observe(self, view: DecodeView, emitted: Any) -> None:
             clock.now += 3
 
@@ -448,14 +451,16 @@ def test_rounds_are_split_into_drafting_and_the_rest(monkeypatch: pytest.MonkeyP
     view = DecodeView.of_sequences([[5, 6, 7]])
     drafter.start(view)
     for size in (3, 3, 2, 3, 1):
-        assert drafter.propose(view, Plan.chain(9)).size == size
+        tree = drafter.propose(view, Plan.chain(9))
+        assert tree.size == size
         clock.now += 100
+        drafter.learn(view, tree, tree.tokens.unsqueeze(2), torch.ones(1, size, 1))
         drafter.observe(view, [[1]])
     with pytest.raises(cost.ScheduleEnded):
         drafter.propose(view, Plan.chain(9))
     assert log.first_round_at == 7
     assert log.verify_seconds == {2: [100], 3: [100], 1: [100]}
-    assert log.draft_seconds == {1: [13], 2: [23]}
+    assert log.draft_seconds == {1: [17], 2: [27]}
 
 
 def test_plain_steps_are_counted_from_the_second_token_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,6 +496,27 @@ def test_the_strategy_is_asked_for_every_length_as_often_and_let_go() -> None:
     assert (
         costs.draft_seconds >= 0 and costs.overhead_seconds >= 0 and costs.draft_seconds + costs.overhead_seconds > 0
     )
+
+
+@pytest.mark.parametrize("name", ["recycling", "lookahead", "suffix"])
+def test_a_drafter_that_learns_from_every_forward_does_so_while_it_is_timed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hf_specdec.enable(tiny())
+    strategy = SpecDecConfig(name).resolved
+    kind = type(strategy.build(None, None))
+    heard: list[int] = []
+
+    def learn(self: Any, view: DecodeView, tree: DraftTree, tokens: torch.Tensor, probs: torch.Tensor) -> None:
+        heard.append(tree.size)
+
+    monkeypatch.setattr(kind, "learn", learn)
+    measure_costs(model, strategy, (2, 4), contexts=(40,), repeats=1, rounds=1)
+    if name == "suffix":
+        assert not heard
+    else:
+        assert len(heard) > 2 * (1 + 3), "two calls, each with a prompt and at least a round per width"
+        assert {1, 2, 4} <= set(heard)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -126,10 +126,11 @@ def test_the_command_plans_a_tree(target: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tree", "--results", "x"], "--results tells nothing"),
-        (["--nodes", "4", "--acceptance", "0.5"], "--nodes is the size"),
+        (["--tree", "--results", "x"], "--results does not go with --tree"),
+        (["--nodes", "4", "--acceptance", "0.5"], "--nodes goes with --tree"),
         (["--tree", "--acceptance", "0.9,0.9"], "sum above 1"),
         (["--tree", "--nodes", "-1"], "nodes=-1"),
+        (["--tree", "--nodes", "0"], "nodes=0"),
         (["--tree", "--acceptance", "lots"], "no probability"),
     ],
 )
