@@ -25,9 +25,9 @@ from transformers.utils import logging
 
 from hf_specdec import SpecDecError, enable, unknown_name
 
-from .config import RunConfig
+from .config import PLAIN, RunConfig
 from .measure import Meter
-from .methods import PLAIN, Method, build_methods, loading
+from .methods import Method, build_methods, loading
 from .quality import check_metrics
 from .results import build_results, write_results
 from .rows import ROWS_FILE, Row, RowFile, key, merge_rows, prepare_directory, read_file, read_rows

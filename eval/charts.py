@@ -20,7 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-BASELINE = "plain"
+from .config import PLAIN
+
 FEW_JUDGED = 20  # an acceptance rate from fewer judged tokens is drawn hollow
 
 _WIDTH = 4.8  # inches, of 72 units
@@ -128,8 +129,7 @@ def _speedup_charts(tables: list[dict[str, Any]], methods: list[dict[str, Any]],
 
 def _compared(cells: dict[str, dict[str, Any]], methods: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The methods that `cells` compare with plain."""
-    known = [method for method in methods if (cells.get(method["label"]) or {}).get("speedup") is not None]
-    return [method for method in known if method["label"] != BASELINE]
+    return [m for m in methods if m["label"] != PLAIN and (cells.get(m["label"]) or {}).get("speedup") is not None]
 
 
 def _forest(groups: dict[str, dict[str, dict[str, Any]]], methods: list[dict[str, Any]]) -> str | None:

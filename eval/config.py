@@ -17,7 +17,9 @@ from hf_specdec import SpecDecConfig, SpecDecError, known_strategies, unknown_na
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CONFIG_FIELDS = tuple(each.name for each in fields(SpecDecConfig) if not each.name.startswith("strategy"))
 """Options of a strategy given as text that are not the strategy's own."""
-BASELINES, STOCK = ("plain", "plain_compiled"), "stock_"
+PLAIN = "plain"
+"""Label of plain decoding, which others are compared with, and its kind."""
+BASELINES, STOCK = (PLAIN, "plain_compiled"), "stock_"
 """Labels of the baselines, and what those of transformers' own methods begin with."""
 SEEDS = 2**63
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .config import PLAIN
 from .memory import PeakMemory
-from .methods import PLAIN, Method
+from .methods import Method
 from .task import Sample
 
 OVERLAP = 32

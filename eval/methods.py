@@ -5,13 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec import VERIFIERS, Auto, DraftModel, SpecDecConfig, SpecDecError
 
-from .config import RunConfig, StrategySpec
+from .config import PLAIN, RunConfig, StrategySpec
 
-PLAIN = "plain"
 STOCK_LOOKUP_TOKENS = 10
 
 
@@ -52,11 +51,11 @@ def build_methods(
 
     A draft model is loaded once, and serves our strategy and the stock baseline beside it.
     """
-    methods, notes = [Method(PLAIN, "plain")], []
+    methods, notes = [Method(PLAIN, PLAIN)], []
     if model.device.type == "cuda":  # there generate compiles by default once the cache is static
-        methods.append(Method("plain_compiled", "plain", {"cache_implementation": "static"}))
+        methods.append(Method("plain_compiled", PLAIN, {"cache_implementation": "static"}))
     names = dict.fromkeys(each.draft_model for each in config.strategies)
-    drafts = {name: _load_draft(name, model) for name in names if name is not None}
+    drafts = {name: DraftModel(name).load(model) for name in names if name is not None}
     if config.batch_size == 1:
         methods.append(Method("stock_prompt_lookup", "stock", {"prompt_lookup_num_tokens": STOCK_LOOKUP_TOKENS}))
         for number, draft in enumerate(drafts.values(), start=1):
@@ -75,12 +74,6 @@ def loading(name: str) -> Iterator[None]:
     except Exception as error:
         told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise SpecDecError(f"{name} cannot be loaded. {told}") from error
-
-
-def _load_draft(name: str, model: PreTrainedModel) -> PreTrainedModel:
-    with loading(name):
-        draft = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype).to(model.device)
-    return draft.eval()
 
 
 def _ours(spec: StrategySpec, drafts: dict[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> Method:

@@ -13,7 +13,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from .charts import BASELINE, Chart
+from .charts import Chart
+from .config import PLAIN
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def token_texts(
         if row["unit"] in seen or not turns or any(turn["token_sources"] is None for turn in turns):
             continue
         seen.add(row["unit"])
-        plain = row["methods"].get(BASELINE, {}).get("turns", [])
+        plain = row["methods"].get(PLAIN, {}).get("turns", [])
         for place, sample in enumerate(row["samples"]):
             chosen = by_part.setdefault((row["task"], sample["part"]), [])
             if len(chosen) < count:

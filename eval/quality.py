@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import SpecDecError, unknown_name
 
+from .config import PLAIN
 from .sandbox import check_sandbox
 from .task import Sample
 
@@ -193,7 +194,7 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def identity(rows: Sequence[Row], baseline: str = "plain") -> dict[str, dict[str, Any]]:
+def identity(rows: Sequence[Row], baseline: str = PLAIN) -> dict[str, dict[str, Any]]:
     """For each other method, how many of its texts are token for token the baseline's, and where the others leave it.
 
     A text is one turn of one sample. Repeats that give the same pair of texts count once. The turns after one that
@@ -264,7 +265,7 @@ def logit_gaps(
     identities: Mapping[str, Mapping[str, Any]],
     prompt_ids: Callable[[str, int, str], list[int]],
     rows: Sequence[Row],
-    baseline: str = "plain",
+    baseline: str = PLAIN,
 ) -> None:
     """Fill in the `gap` of each divergence: how near to a tie the two tokens are in the target's own logits.
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from hf_specdec import SpecDecError
 
-from .charts import BASELINE, charts
+from .charts import charts
+from .config import PLAIN
 from .page import Grid, render_page, token_texts
 from .rows import write_atomically
 from .summary import FEWEST_UNITS
@@ -86,7 +87,7 @@ def headline(results: dict[str, Any]) -> tuple[str, list[str]]:
 
 def fastest(results: dict[str, Any], kind: str | None = None) -> str | None:
     """The method with the largest geometric mean of speed-ups, of those compared on most tasks; None without one."""
-    labels = [m["label"] for m in results["methods"] if m["label"] != BASELINE and kind in (None, m["kind"])]
+    labels = [m["label"] for m in results["methods"] if m["label"] != PLAIN and kind in (None, m["kind"])]
     scores = {}
     for label in labels:
         if cells := _cells(results, label):
@@ -134,7 +135,7 @@ def _rivals(results: dict[str, Any], label: str) -> list[str]:
     for method in results["methods"]:
         other = _cells(results, method["label"])
         pairs = [(mine[task]["speedup_interval"], other[task]["speedup_interval"]) for task in mine if task in other]
-        if method["label"] not in (BASELINE, label) and pairs and all(_overlap(*pair) for pair in pairs):
+        if method["label"] not in (PLAIN, label) and pairs and all(_overlap(*pair) for pair in pairs):
             close.append(method["label"])
     if close:
         sentences.append(f"Not settled: the intervals of {', '.join(close)} overlap with those of {label}.")
@@ -238,7 +239,7 @@ def _part_grids(results: dict[str, Any], task: str) -> list[Grid]:
     """Speed-ups, and each metric, by part of a task that has several."""
     labels = [method["label"] for method in results["methods"]]
     parts = {t["part"]: t["cells"] for t in results["tables"] if t["task"] == task and t["part"] != "all"}
-    others = [label for label in labels if label != BASELINE and any(label in cells for cells in parts.values())]
+    others = [label for label in labels if label != PLAIN and any(label in cells for cells in parts.values())]
     speeds = [[part, *(_speedup(cells.get(label), label) for label in others)] for part, cells in parts.items()]
     grids = [Grid(f"{task}: speed-up by part", ("part", *others), speeds)]
     found = [e for e in results["quality"] if e["task"] == task and e["part"] != "all" and e["values"] is not None]
@@ -309,7 +310,7 @@ def _speedup(cell: dict[str, Any] | None, label: str, prefix: str = "") -> str:
     if not cell or cell[f"{prefix}speedup"] is None:
         return "–"
     text, interval = f"{cell[f'{prefix}speedup']:.2f}x", cell[f"{prefix}speedup_interval"]
-    if label == BASELINE:
+    if label == PLAIN:
         return text
     if interval is None:
         return f"{text}, no interval"
@@ -332,8 +333,8 @@ def _identical(results: dict[str, Any], label: str, task: str | None = None) -> 
 
 
 def _against(values: dict[str, float], label: str) -> str:
-    value, plain = values.get(label), values.get(BASELINE)
-    if value is None or plain is None or label == BASELINE:
+    value, plain = values.get(label), values.get(PLAIN)
+    if value is None or plain is None or label == PLAIN:
         return _number(value, "{:.3f}")
     return f"{value:.3f} ({value - plain:+.3f})"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .config import RunConfig
+from .config import PLAIN, RunConfig
 from .measure import Meter, prompt_ids
-from .methods import PLAIN, Method
+from .methods import Method
 from .provenance import provenance
 from .quality import identity, logit_gaps, quality
 from .report import SCHEMA_VERSION, write_report

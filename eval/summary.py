@@ -17,7 +17,8 @@ from scipy import stats
 
 from hf_specdec import SpecDecError
 
-BASELINE = "plain"
+from .config import PLAIN
+
 RESAMPLES = 2000
 SEED = 0
 
@@ -172,7 +173,7 @@ class _Calls:
 def _cell(rows: Sequence[Row], method: Mapping[str, Any], confidence: float) -> dict[str, Any]:
     """One method over the rows that it and plain decoding both finished; all its own in a run without plain."""
     label = method["label"]
-    rows = [row for row in rows if _finished(row, label) and _finished(row, BASELINE)]
+    rows = [row for row in rows if _finished(row, label) and _finished(row, PLAIN)]
     turns = [turn for row in rows for turn in row["methods"][label]["turns"]]
     calls = _Calls.of(rows, label)
     by_repeat = calls.added_up([row["repeat"] for row in rows])
@@ -198,11 +199,11 @@ def _cell(rows: Sequence[Row], method: Mapping[str, Any], confidence: float) -> 
 def _compared(rows: Sequence[Row], label: str, calls: _Calls, confidence: float) -> dict[str, Any]:
     """What sets a method against plain decoding; plain itself is 1 by definition, without an interval."""
     speedup = decode_speedup = interval = decode_interval = None
-    if rows and BASELINE in rows[0]["methods"]:
-        plain = _Calls.of(rows, BASELINE)
+    if rows and PLAIN in rows[0]["methods"]:
+        plain = _Calls.of(rows, PLAIN)
         speedup = _speedup(calls.tokens, calls.seconds, plain.tokens, plain.seconds)
         decode_speedup = _speedup(calls.decoded, calls.decode_seconds, plain.decoded, plain.decode_seconds)
-        if label != BASELINE:
+        if label != PLAIN:
             units = [row["unit"] for row in rows]
             ours, theirs = calls.added_up(units), plain.added_up(units)
             interval = speedup_interval(ours.tokens, ours.seconds, theirs.tokens, theirs.seconds, confidence)

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from torch import nn
-from transformers import PreTrainedModel
-from transformers.generation import CandidateGenerator
 
 from .control import Schedule, as_schedule
-from .drafters import CandidateAdapter, DraftModel
 from .drafters.base import DraftStrategy, build_strategy
+from .drafters.given import as_strategy
 from .errors import SpecDecError, unknown_name
 from .state import Plan
 from .verify import Verifier, bind_verifier
@@ -35,7 +32,8 @@ class SpecDecConfig:
     """Settings of speculative decoding, validated at construction.
 
     Args:
-        strategy: a registered name, a `DraftStrategy`, or a draft model.
+        strategy: a registered name, a `DraftStrategy`, a draft model, or a factory of a transformers
+            `CandidateGenerator`.
         strategy_options: settings of a strategy that is given by name.
         verifier: acceptance rule. `exact` gives the text of plain `generate`, `rejection` and `block` the same law;
             `typical` and `threshold` are lossy.
@@ -81,7 +79,7 @@ class SpecDecConfig:
             raise SpecDecError(
                 "strategy_options belong to a strategy given by name; this one is an object with settings of its own."
             )
-        object.__setattr__(self, "_resolved", resolve_strategy(strategy))
+        object.__setattr__(self, "_resolved", as_strategy(strategy))
         own = "constant" if self.text_depends_on_drafts else self.resolved.default_schedule
         schedule = (own or DEFAULT_SCHEDULE) if self.schedule is None else self.schedule
         object.__setattr__(self, "_schedule", as_schedule(schedule))
@@ -226,27 +224,3 @@ class SpecDecConfig:
         from .vllm import from_vllm  # it is made of what is here
 
         return from_vllm(mapping, draft_model)
-
-
-def resolve_strategy(strategy: Any) -> DraftStrategy:
-    """The strategy object that `strategy` stands for."""
-    if isinstance(strategy, DraftStrategy):
-        return strategy
-    if isinstance(strategy, type) and issubclass(strategy, DraftStrategy):
-        raise SpecDecError(f"{strategy.__name__} is a class; pass an object, as in {strategy.__name__}().")
-    if isinstance(strategy, PreTrainedModel):
-        return DraftModel(strategy)
-    if isinstance(strategy, CandidateGenerator):
-        return CandidateAdapter(strategy)
-    if isinstance(strategy, nn.Module) or (isinstance(strategy, type) and issubclass(strategy, nn.Module)):
-        kind = f"the class {strategy.__name__}" if isinstance(strategy, type) else f"a {type(strategy).__name__}"
-        raise SpecDecError(
-            f"assistant_strategy is {kind}, which is no PreTrainedModel and cannot draft; pass the language model of "
-            "transformers itself: not its class, nor what torch.compile or another library wrapped around it."
-        )
-    if callable(strategy):
-        return CandidateAdapter(strategy)
-    raise SpecDecError(
-        f"assistant_strategy={strategy!r} is no name, DraftStrategy, model, SpecDecConfig, dict or file of "
-        "one, nor a factory of a CandidateGenerator."
-    )

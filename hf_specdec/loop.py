@@ -14,7 +14,7 @@ from .request import Request
 from .state import DecodeState, Plan
 from .stats import Judged, StepRecord
 from .target import TargetOutput
-from .tree import DraftTree, fit, keep_nodes, repeated, told
+from .tree import DraftTree, fault_of, fit, keep_nodes, repeated, told
 
 
 def decode(request: Request) -> None:
@@ -76,10 +76,10 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
         request.noise.reach(max(state.emitted_count(row) for row in range(state.rows)) + plan.depth)
     with request.undisturbed():
         tree = request.drafter.propose(state, plan)
-    if not isinstance(tree, DraftTree) or tree.tokens.shape[0] != state.rows or state.lengths() != lengths:
+    if fault := "it wrote to them" if state.lengths() != lengths else fault_of(tree, state.rows, request.vocab_size):
         raise SpecDecError(
             f"Strategy {request.stats.strategy!r} must answer with a DraftTree of {state.rows} rows and leave the "
-            "view's tokens alone."
+            f"view's tokens alone, but {fault}."
         )
     tree = fit(tree, state.roots(), plan.width, plan.nodes)
     if tree.size == 1:

@@ -5,6 +5,7 @@ token that became output. Emitted: accepted tokens plus the target's own token. 
 judged, so it counts neither as drafted nor as rejected. Names and definitions are vLLM's where it has them.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -55,16 +56,43 @@ class StepRecord:
     step_seconds: float
 
 
+class Round(NamedTuple):
+    """What a round brought one row: judged draft tokens, the deepest depth that was judged, accepted draft tokens, and
+    emitted tokens."""
+
+    drafted: int
+    deepest: int
+    accepted: int
+    emitted: int
+
+
 @dataclass
 class RowStats:
     """Counts of one row of the caller's batch."""
 
-    num_spec_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    num_emitted_tokens: int = 0
+    rounds: list[Round] = field(default_factory=list)
     token_sources: list[bool] = field(default_factory=list)
     """Per emitted token: True for an accepted draft token, False for the target's own."""
+
+    @property
+    def num_spec_steps(self) -> int:
+        """Rounds."""
+        return len(self.rounds)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens that were judged."""
+        return sum(each.drafted for each in self.rounds)
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        """Draft tokens that became output."""
+        return sum(each.accepted for each in self.rounds)
+
+    @property
+    def num_emitted_tokens(self) -> int:
+        """New tokens, the one from the prefill included."""
+        return len(self.token_sources)
 
 
 @dataclass
@@ -75,11 +103,6 @@ class SpeculationStats:
     verifier: str
     lossless: bool
     rows: list[RowStats]
-    acceptance_histogram: list[int] = field(default_factory=list)
-    """Entry i: rounds in which i draft tokens were accepted."""
-    drafted_at_depth: list[int] = field(default_factory=list)
-    """Entry i: rounds in which a token at depth i + 1 was judged."""
-    accepted_at_depth: list[int] = field(default_factory=list)
     target_forwards: int = 0
     draft_forwards: int = 0
     prefill_seconds: float = 0.0
@@ -94,6 +117,24 @@ class SpeculationStats:
     choices: dict[str, Any] = field(default_factory=dict)
     """What an adaptive schedule chose: rounds by nodes per row, when drafting was switched off and why, and the mean
     absolute error of the seconds it predicted."""
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """Entry i: rounds in which i draft tokens were accepted."""
+        rounds = Counter(each.accepted for row in self.rows for each in row.rounds)
+        return [rounds[count] for count in range(max(rounds, default=-1) + 1)]
+
+    @property
+    def drafted_at_depth(self) -> list[int]:
+        """Entry i: rounds in which a token at depth i + 1 was judged."""
+        deepest = [each.deepest for row in self.rows for each in row.rounds]
+        return [sum(each > depth for each in deepest) for depth in range(max(deepest, default=0))]
+
+    @property
+    def accepted_at_depth(self) -> list[int]:
+        """Entry i: rounds in which a token at depth i + 1 was accepted."""
+        rounds = [each for row in self.rows for each in row.rounds]
+        return [sum(each.accepted > depth for each in rounds) for depth in range(len(self.drafted_at_depth))]
 
     @property
     def num_spec_steps(self) -> int:
@@ -155,23 +196,12 @@ class SpeculationStats:
             accepted: accepted draft tokens.
             emitted: tokens emitted, `accepted + 1` unless a stop cut the round.
         """
-        row = self.rows[row_id]
-        row.num_spec_steps += 1
-        row.num_draft_tokens += drafted
-        row.num_accepted_draft_tokens += accepted
-        _add_at(self.acceptance_histogram, accepted)
-        for depth in range(deepest):
-            _add_at(self.drafted_at_depth, depth)
-        for depth in range(accepted):
-            _add_at(self.accepted_at_depth, depth)
-        self.accepted_at_depth += [0] * (len(self.drafted_at_depth) - len(self.accepted_at_depth))
+        self.rows[row_id].rounds.append(Round(drafted, deepest, accepted, emitted))
         self.count_emitted(row_id, accepted, emitted)
 
     def count_emitted(self, row_id: int, accepted: int, emitted: int) -> None:
         """Count emitted tokens, the accepted ones first."""
-        row = self.rows[row_id]
-        row.num_emitted_tokens += emitted
-        row.token_sources += [True] * accepted + [False] * (emitted - accepted)
+        self.rows[row_id].token_sources += [True] * accepted + [False] * (emitted - accepted)
 
     def count_times(self, round_seconds: float, target_seconds: float, draft_seconds: float) -> None:
         """Add the times of a round."""
@@ -180,13 +210,15 @@ class SpeculationStats:
         self.other_seconds += round_seconds - target_seconds - draft_seconds
 
     def trim(self, row_id: int, steps: int) -> None:
-        """Forget tokens of a row that ran ahead of the end of the batch."""
+        """Forget tokens of a row that ran ahead of the end of the batch, as if a stop had cut its rounds there."""
         row = self.rows[row_id]
-        surplus = row.token_sources[steps:]
-        row.num_accepted_draft_tokens -= sum(surplus)
-        row.num_draft_tokens -= sum(surplus)
+        surplus = row.num_emitted_tokens - steps
+        while surplus > 0 and row.rounds:
+            *_, emitted = row.rounds.pop()
+            surplus -= emitted
+            if surplus < 0:
+                row.rounds.append(Round(-surplus, -surplus, -surplus, -surplus))
         del row.token_sources[steps:]
-        row.num_emitted_tokens = len(row.token_sources)
 
     def to_dict(self) -> dict[str, Any]:
         """Counts, rates and times, JSON-able."""
@@ -197,11 +229,6 @@ class SpeculationStats:
             "notes choices"
         )
         return {name: getattr(self, name) for name in names.split()}
-
-
-def _add_at(counts: list[int], index: int) -> None:
-    counts += [0] * (index + 1 - len(counts))
-    counts[index] += 1
 
 
 @dataclass

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,10 +47,11 @@ class DraftTree:
     values: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens.shape != self.parents.shape or self.tokens.shape != self.sampled.shape:
+        shapes = [tuple(getattr(each, "shape", ())) for each in (self.tokens, self.parents, self.sampled)]
+        if len(set(shapes)) > 1:
             raise SpecDecError(
-                f"A draft tree has a token, a parent and a flag per node; got shapes {tuple(self.tokens.shape)}, "
-                f"{tuple(self.parents.shape)} and {tuple(self.sampled.shape)}."
+                f"A draft tree has a token, a parent and a flag per node; got shapes {shapes[0]}, {shapes[1]} and "
+                f"{shapes[2]}."
             )
 
     @property
@@ -296,6 +297,31 @@ def fit(tree: DraftTree, roots: Sequence[int], width: int, size: int) -> DraftTr
         parents = torch.where(parents == nodes - 1, parents, -1)
     tokens = torch.cat([root, tree.tokens[:, 1:].long()], 1)
     return DraftTree(tokens, parents.long(), tree.sampled, tree.probs, tree.values).first(size)
+
+
+def fault_of(tree: Any, rows: int, vocabulary: int | None = None) -> str | None:
+    """What is wrong with the answer of a draft strategy, or None. Looks at types and shapes alone.
+
+    Args:
+        rows: that the tree must have.
+        vocabulary: V of its `probs`, where that is known.
+    """
+    if not isinstance(tree, DraftTree):
+        return f"it answered with {type(tree).__name__}"
+    parts = {name: getattr(tree, name) for name in ("tokens", "parents", "sampled", "probs", "values")}
+    for name, part in parts.items():
+        if not isinstance(part, torch.Tensor) and (part is not None or name not in ("probs", "values")):
+            return f"its {name} are a {type(part).__name__}, no tensor"
+    shape = tuple(tree.tokens.shape)
+    if len(shape) != 2 or shape[0] != rows or not shape[1]:
+        return f"its tokens have shape {shape}"
+    for name, part in parts.items():
+        law = (vocabulary or part.shape[-1],) if name == "probs" and part is not None else ()
+        if part is not None and tuple(part.shape) != (*shape, *law):
+            return f"its {name} have shape {tuple(part.shape)}, not {(*shape, *law)}"
+    if tree.tokens.is_floating_point() or tree.parents.is_floating_point() or tree.sampled.dtype != torch.bool:
+        return "its tokens or parents are no whole numbers, or its sampled no booleans"
+    return None
 
 
 def repeated(tree: DraftTree) -> torch.Tensor:

@@ -4,6 +4,7 @@
 generator left in the same state.
 """
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -16,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from conftest import PAD, prompt, tiny
+from conftest import PAD, VOCABULARY, prompt, tiny
 from oracle import ChainOracle, Oracle
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaForCausalLM, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast, set_seed
@@ -25,6 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_specdec
 from hf_specdec.drafters import DraftModel, LayerSkip, PromptLookup, QuantizedSelf, Suffix
 from hf_specdec.drafters.base import DraftStrategy
+from hf_specdec.layers import decoder_layers
 
 SEED = 7
 NEW_TOKENS = 24
@@ -45,11 +47,33 @@ class Way(NamedTuple):
     sample: bool
 
 
+OWN_WAYS = tuple(
+    Way(name, batch, sample)
+    for name, turned in (
+        ("layer_skip", False), ("skip_set", True), ("quantized_self", False), ("quantized_tree", True),
+        ("bridge", False), ("bridge", True),
+    )
+    for batch, sample in ((1, turned), (3, not turned))
+)  # fmt: skip
+"""Drafts by the target's own parts, by its quantised copy and across a bridge, so that each kind is met by one row and
+by three, greedy and sampled."""
+FEW_OWN_WAYS = tuple(way for way in OWN_WAYS if way.batch == 3 and (way.sample or way.strategy == "quantized_tree"))
+"""One or two of each kind, for tests of many rows."""
+
+
 def ways(
-    strategies: Sequence[str] = STRATEGIES, batches: Sequence[int] = (1, 3), samples: Sequence[bool] = (False, True)
+    strategies: Sequence[str] = STRATEGIES,
+    batches: Sequence[int] = (1, 3),
+    samples: Sequence[bool] = (False, True),
+    also: Sequence[Way] = (),
 ) -> pytest.MarkDecorator:
-    """Parametrise a test over strategies, batch sizes (3 is ragged) and greedy or sampling."""
+    """Parametrise a test over strategies, batch sizes (3 is ragged) and greedy or sampling.
+
+    Args:
+        also: ways beside these, where their batch and way of choosing tokens are asked for.
+    """
     rows = [Way(*row) for row in ((s, b, d) for s in strategies for b in batches for d in samples)]
+    rows = list(dict.fromkeys([*rows, *(way for way in also if way.batch in batches and way.sample in samples)]))
     return pytest.mark.parametrize(
         "way", rows, ids=[f"{way.strategy}-b{way.batch}-{'sample' if way.sample else 'greedy'}" for way in rows]
     )
@@ -69,6 +93,14 @@ class TreeReplay(Replay):
     siblings: int = 2
 
     default_draft_tokens: ClassVar[int] = 24
+
+
+class QuantizedTree(QuantizedSelf):
+    """The quantised copy drafts trees, three deep for a single row."""
+
+    default_draft_tokens: ClassVar[int] = 9
+    default_depth: ClassVar[int | None] = 3
+    default_width: ClassVar[int] = 3
 
 
 @functools.cache
@@ -94,6 +126,28 @@ def draft_model() -> PreTrainedModel:
     return model
 
 
+def quieten(model: PreTrainedModel, first: int, scale: float = 0.02) -> PreTrainedModel:
+    """Layers from `first` on add little to the residual stream."""
+    layers = decoder_layers(model)
+    assert layers is not None
+    with torch.no_grad():
+        for layer in layers[first:]:
+            for weight in layer.parameters():
+                if weight.dim() > 1:
+                    weight.mul_(scale)
+    return model
+
+
+@functools.cache
+def bridged_draft() -> PreTrainedModel:
+    """`draft_model` in the ids of `tokenizer(permuted=True)`. Not to be changed."""
+    model = copy.deepcopy(draft_model())
+    with torch.no_grad():
+        for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+            weight.copy_(weight[[0, 1, 2, *range(VOCABULARY - 1, 2, -1)]])
+    return model
+
+
 def strategy(name: str, texts: Sequence[Sequence[int]] = ()) -> DraftStrategy:
     """The strategy of a way; `texts` is what an oracle replays. The number behind its name is its error rate."""
     kind, _, error_rate = name.partition("-")
@@ -108,7 +162,10 @@ MAKERS: dict[str, Callable[[], DraftStrategy]] = {
     "suffix": Suffix,
     "draft_model": lambda: DraftModel(draft_model()),
     "layer_skip": lambda: LayerSkip(exit_layer=1),
+    "skip_set": lambda: LayerSkip(skip_attention=[0], skip_mlp=[1]),
     "quantized_self": lambda: QuantizedSelf(scheme="int4_weight_only"),
+    "quantized_tree": lambda: QuantizedTree(scheme="int4_weight_only"),
+    "bridge": lambda: DraftModel(bridged_draft(), tokenizer=tokenizer(permuted=True)),
 }
 
 
@@ -118,6 +175,11 @@ def served(name: str, verifier: str, texts: Sequence[Sequence[int]]) -> DraftStr
     if isinstance(chosen, Oracle) and not hf_specdec.VERIFIERS[verifier].trees:
         return ChainOracle(chosen.text, chosen.error_rate)
     return chosen
+
+
+def tokenizers(way: Way) -> dict[str, Any]:
+    """What a call must be given for the strategy of a way: across a bridge the target's tokenizer."""
+    return {"tokenizer": tokenizer()} if way.strategy == "bridge" else {}
 
 
 @dataclass
@@ -148,6 +210,7 @@ def row_length(ids: Sequence[int], eos: Sequence[int]) -> int:
 
 def call(model: PreTrainedModel, inputs: dict[str, Any], way: Way, seed: int = SEED, **options: Any) -> Any:
     """`generate` after `set_seed`, with a dict returned."""
+    options = {**tokenizers(way), **options}
     if not {"max_length", "generation_config", "max_new_tokens"} & set(options):
         options["max_new_tokens"] = NEW_TOKENS
     set_seed(seed)

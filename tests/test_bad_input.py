@@ -6,8 +6,16 @@ import torch
 from conftest import prompt, tiny
 
 import hf_specdec
-from hf_specdec import DraftModel, SpecDecConfig, SpecDecError, Suffix
-from hf_specdec.drafters import SuffixMemory
+from hf_specdec import (
+    DraftModel,
+    Lookahead,
+    LookaheadMemory,
+    RecyclingMemory,
+    SpecDecConfig,
+    SpecDecError,
+    Suffix,
+    SuffixMemory,
+)
 from hf_specdec.drafters.draft_model import load_vocabulary
 
 OPTIONS = {"max_new_tokens": 4, "do_sample": False}
@@ -161,3 +169,33 @@ def test_a_path_names_a_draft_model(tmp_path):
     assert DraftModel(tmp_path).model == str(tmp_path)
     with pytest.raises(SpecDecError, match=r"DraftModel\('"):
         SpecDecConfig(strategy=str(tmp_path))
+
+
+@pytest.mark.parametrize("memory", [SuffixMemory, RecyclingMemory, LookaheadMemory])
+def test_a_memory_that_cannot_be_written_leaves_nothing_behind(memory, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    for place in ("folder", "missing/memory.json", "file/memory.json"):
+        made = memory()
+        with pytest.raises(SpecDecError, match=rf"{place}.* cannot be written .*give the path of a file"):
+            made.save(tmp_path / place)
+        assert made.path is None
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]
+    assert list((tmp_path / "folder").iterdir()) == []
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("broken", ["model.safetensors", "config.json"])
+def test_a_damaged_draft_model_is_named(broken, tmp_path):
+    tiny().save_pretrained(tmp_path)
+    content = (tmp_path / broken).read_bytes()
+    (tmp_path / broken).write_bytes(content[: len(content) // 2])
+    with pytest.raises(SpecDecError, match=rf"draft model '{tmp_path}' cannot be loaded"):
+        DraftModel(tmp_path).load(tiny())
+
+
+@pytest.mark.parametrize("options", [{"window": -1}, {"window": 2.0}, {"ngram": 1}, {"ngram": "4"}, {"guesses": 0}])
+def test_lookahead_names_what_is_wrong(options):
+    (name,) = options
+    with pytest.raises(SpecDecError, match=f"lookahead: {name}=.* is no count; use a whole number of at least"):
+        Lookahead(**options)

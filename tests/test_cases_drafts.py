@@ -114,12 +114,13 @@ def padded_vocabulary(size: int, preferred: range = range(0)) -> LlamaForCausalL
     return without_special_tokens(small)
 
 
-@pytest.mark.parametrize("with_tokenizers", [False, True], ids=["bare", "tokenizers"])
+@pytest.mark.parametrize("given", ["nothing", "tokenizers", "bridge"])
 @pytest.mark.parametrize("sizes", [(128, 120), (120, 128)], ids=["smaller_draft", "larger_draft"])
 @ways(("draft_model",))
-def test_case_18_padded_embeddings(way, sizes, with_tokenizers):
+def test_case_18_padded_embeddings(way, sizes, given):
     target, draft = (padded_vocabulary(size, preferred=range(120, size)) for size in sizes)
-    own = {"tokenizer": tokenizer(), "assistant_tokenizer": tokenizer()} if with_tokenizers else {}
+    own = {"tokenizer": tokenizer(), "assistant_tokenizer": tokenizer(permuted=given == "bridge")}
+    own = {} if given == "nothing" else own
     inputs = prompt(way.batch)
     if sizes[0] == 128:
         inputs["input_ids"][:, -3:-1] = torch.tensor([121, 127])
@@ -134,10 +135,11 @@ def test_case_18_padded_embeddings(way, sizes, with_tokenizers):
 
 
 @pytest.mark.parametrize("sizes", [(128, 120), (120, 128)], ids=["smaller_draft", "larger_draft"])
-@ways(("draft_model",), samples=(True,))
+@ways(("draft_model", "bridge"), samples=(True,))
 def test_case_18_padded_embeddings_under_rejection(way, sizes):
     target, draft = (padded_vocabulary(size, preferred=range(120, size)) for size in sizes)
-    config = SpecDecConfig(strategy=DraftModel(draft), verifier="rejection")
+    chosen = DraftModel(draft, tokenizer=tokenizer(permuted=True) if way.strategy == "bridge" else None)
+    config = SpecDecConfig(strategy=chosen, verifier="rejection")
     output = call(hf_specdec.enable(target), prompt(way.batch), way, assistant_strategy=config)
     assert output.sequences.shape[1] == 24 + 24
     assert output.sequences.max() < sizes[0]

@@ -6,6 +6,8 @@ import transformers
 from accelerate import cpu_offload, dispatch_model
 from cases import (
     CACHE,
+    FEW_OWN_WAYS,
+    OWN_WAYS,
     SOME,
     Way,
     call,
@@ -16,6 +18,7 @@ from cases import (
     spec_model,
     strategy,
     suppress_refusal,
+    tokenizers,
     ways,
 )
 from conftest import FAMILIES, PAD, TEXT_FAMILIES, WINDOWED_FAMILIES, prompt, tiny
@@ -46,7 +49,7 @@ def test_case_21_across_the_edge_of_a_window(way, family, attention):
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3_mixed"])
-@ways(("draft_model", "suffix"))
+@ways(("draft_model", "suffix"), also=FEW_OWN_WAYS)
 def test_case_21_every_kind_of_draft(way, family):
     models = (plain_model(family), spec_model(family))
     chosen = DraftModel(models[0]) if way.strategy == "draft_model" else strategy(way.strategy)
@@ -76,13 +79,13 @@ def test_case_22_a_cache_that_cannot_be_rolled_back_is_refused(architecture, bat
         model.generate(**prompt(batch), max_new_tokens=6, assistant_strategy="suffix")
 
 
-@ways()
+@ways(also=OWN_WAYS)
 def test_case_24_prompt_of_one_token(way):
     ids = torch.tensor([[7], [8], [9]])[: way.batch]
     compare(way, inputs={"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
-@ways(("suffix", "oracle-0.3", "tree-0.3"))
+@ways(("suffix", "oracle-0.3", "tree-0.3"), also=OWN_WAYS)
 def test_case_24_one_real_token_beside_long_rows(way):
     inputs = prompt(way.batch)
     inputs["attention_mask"][-1, :-1] = 0
@@ -91,7 +94,7 @@ def test_case_24_one_real_token_beside_long_rows(way):
 
 
 @pytest.mark.parametrize("limit", [24, 20])
-@ways(SOME, samples=(False,))
+@ways(SOME, samples=(False,), also=OWN_WAYS)
 def test_case_24_prompt_longer_than_max_length(way, limit):
     with pytest.raises(ValueError) as expected:
         plain_model().generate(**prompt(way.batch), max_length=limit, do_sample=False)
@@ -101,7 +104,7 @@ def test_case_24_prompt_longer_than_max_length(way, limit):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@ways(("oracle-0", "oracle-0.3", "tree-0.3", "suffix", "draft_model"), batches=(3,))
+@ways(("oracle-0", "oracle-0.3", "tree-0.3", "suffix", "draft_model"), batches=(3,), also=OWN_WAYS)
 def test_case_24_a_row_that_is_all_padding(way, attention):
     inputs = prompt(3)
     inputs["input_ids"][1] = PAD
@@ -116,10 +119,11 @@ def test_case_24_a_row_that_is_all_padding(way, attention):
     compare(way, inputs=inputs, models=models)
 
 
-@ways(("suffix", "prompt_lookup"), batches=(1,), samples=(False,))
+@ways(("suffix", "prompt_lookup"), batches=(1,), samples=(False,), also=OWN_WAYS)
 def test_case_24_no_prompt_at_all(way):
     expected = plain_model().generate(max_new_tokens=12, do_sample=False)
-    output = spec_model().generate(max_new_tokens=12, do_sample=False, assistant_strategy=strategy(way.strategy))
+    options = {"assistant_strategy": strategy(way.strategy), **tokenizers(way)}
+    output = spec_model().generate(max_new_tokens=12, do_sample=False, **options)
     assert torch.equal(output, expected)
 
 
@@ -137,7 +141,7 @@ def test_case_24_embeddings_as_the_prompt(way):
     assert output.sequences.tolist() == expected.sequences.tolist()
 
 
-@ways(("suffix", "oracle-0.3", "tree-0.3"))
+@ways(("suffix", "oracle-0.3", "tree-0.3"), also=OWN_WAYS)
 def test_case_24_without_an_attention_mask(way):
     """Where pads are not declared, plain `generate` infers the mask from the pad id."""
     inputs = prompt(way.batch)
@@ -147,7 +151,7 @@ def test_case_24_without_an_attention_mask(way):
     assert output.sequences.tolist() == expected.tolist()
 
 
-@ways(("suffix", "oracle-0.3", "tree-0.3"), batches=(3,))
+@ways(("suffix", "oracle-0.3", "tree-0.3"), batches=(3,), also=OWN_WAYS)
 def test_case_24_right_padding(way):
     """Plain `generate` warns and goes on: the same text, or a refusal that names the padding."""
     inputs = {name: tensor.flip(1) for name, tensor in prompt(3).items()}
@@ -156,7 +160,7 @@ def test_case_24_right_padding(way):
 
 
 @pytest.mark.parametrize("zeroed", ["all", "half"])
-@ways()
+@ways(also=OWN_WAYS)
 def test_case_37_ties_break_as_in_plain_generate(way, zeroed):
     def tied():
         model = tiny()
@@ -168,7 +172,7 @@ def test_case_37_ties_break_as_in_plain_generate(way, zeroed):
     compare(way, models=pair_of(tied))
 
 
-@ways(SOME)
+@ways(SOME, also=OWN_WAYS)
 def test_case_38_train_mode_without_dropout(way):
     plain, spec = pair_of(lambda: tiny().train())
     compare(way, models=(plain, spec))
@@ -207,7 +211,7 @@ SPREADS = {
 
 
 @pytest.mark.parametrize("spread", list(SPREADS))
-@ways(("oracle-0.3", "prompt_lookup", "draft_model"))
+@ways(("oracle-0.3", "prompt_lookup", "draft_model"), also=FEW_OWN_WAYS)
 def test_case_39_targets_spread_by_a_device_map(way, spread):
     for enable_first in (False, True):
         model = tiny()
@@ -216,7 +220,11 @@ def test_case_39_targets_spread_by_a_device_map(way, spread):
             if not enable_first
             else SPREADS[spread](hf_specdec.enable(model))
         )
-        compare(way, models=(plain_model(), model))
+        if spread == "offloaded" and way.strategy.startswith("quantized"):
+            with refused(model, "offloaded"):
+                call(model, prompt(way.batch), way, assistant_strategy=strategy(way.strategy))
+        else:
+            compare(way, models=(plain_model(), model))
 
 
 @pytest.mark.parametrize("spread", list(SPREADS))

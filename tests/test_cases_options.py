@@ -4,6 +4,8 @@ import pytest
 import torch
 from cases import (
     CACHE,
+    FEW_OWN_WAYS,
+    OWN_WAYS,
     SOME,
     STRATEGIES,
     Way,
@@ -96,7 +98,7 @@ def test_case_14_cache_implementations(implementation):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-@ways(("suffix", "oracle-0.3", "tree-0.3"), samples=(False,))
+@ways(("suffix", "oracle-0.3", "tree-0.3"), samples=(False,), also=OWN_WAYS)
 def test_case_14_a_users_own_cache(way, kind):
     def own():
         return DynamicCache() if kind == "dynamic" else StaticCache(config=plain_model().config, max_cache_len=64)
@@ -116,7 +118,7 @@ def test_case_14_a_users_own_cache(way, kind):
         )
 
 
-@ways(SOME, samples=(True,))
+@ways(SOME, samples=(True,), also=OWN_WAYS)
 def test_case_12_num_return_sequences(way):
     pair = compare(way, num_return_sequences=3, replay=base_text(way, num_return_sequences=3))
     assert len(pair.text) == 3 * way.batch
@@ -124,7 +126,7 @@ def test_case_12_num_return_sequences(way):
     assert len(pair.spec.speculation.rows) == 3 * way.batch
 
 
-@ways(STRATEGIES)
+@ways(STRATEGIES, also=OWN_WAYS)
 def test_case_12_rows_of_a_ragged_batch(way):
     pair = compare(way)
     if not way.sample and way.batch == 3:
@@ -134,7 +136,7 @@ def test_case_12_rows_of_a_ragged_batch(way):
 
 
 @pytest.mark.parametrize("length", [0, 1, 2])
-@ways(SOME)
+@ways(SOME, also=FEW_OWN_WAYS)
 def test_case_23_short_drafts(way, length):
     text = base_text(way)
     config = SpecDecConfig(strategy=strategy(way.strategy, text), max_draft_tokens=length)

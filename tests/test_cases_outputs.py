@@ -2,7 +2,21 @@
 
 import pytest
 import torch
-from cases import CACHE, ORACLES, Way, base_text, call, compare, plain_model, row_length, spec_model, strategy, ways
+from cases import (
+    CACHE,
+    FEW_OWN_WAYS,
+    ORACLES,
+    OWN_WAYS,
+    Way,
+    base_text,
+    call,
+    compare,
+    plain_model,
+    row_length,
+    spec_model,
+    strategy,
+    ways,
+)
 from conftest import prompt
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -36,7 +50,7 @@ def assert_entries_close(ours, plain, lengths, real_columns):
 
 
 @pytest.mark.parametrize("stop", ["length", "eos"])
-@ways(ORACLES + ("tree-0.3", "prompt_lookup", "draft_model"))
+@ways(ORACLES + ("tree-0.3", "prompt_lookup", "draft_model"), also=OWN_WAYS)
 def test_case_10_one_entry_per_emitted_token(way, stop):
     text = base_text(way)
     eos = [text[0][13], text[-1][6]] if stop == "eos" else []
@@ -77,7 +91,7 @@ def test_case_10_transition_scores(way):
 
 
 @pytest.mark.parametrize("stop", ["length", "eos"])
-@ways(ORACLES + ("tree-0.3", "suffix", "draft_model"))
+@ways(ORACLES + ("tree-0.3", "suffix", "draft_model"), also=OWN_WAYS)
 def test_case_15_the_returned_cache_holds_what_plain_generate_holds(way, stop):
     text = base_text(way)
     eos = [text[0][13]] if stop == "eos" else []
@@ -104,7 +118,7 @@ def second_turn(inputs, first, cache, more: int = 5) -> dict:
 
 @pytest.mark.parametrize("next_by", ["plain", "speculative"])
 @pytest.mark.parametrize("first_by", ["plain", "speculative"])
-@ways(("oracle-0", "oracle-0.3", "tree-0.3", "draft_model"))
+@ways(("oracle-0", "oracle-0.3", "tree-0.3", "draft_model"), also=FEW_OWN_WAYS)
 def test_case_15_next_turn_with_the_cache(way, first_by, next_by):
     inputs = prompt(way.batch)
     text = base_text(way)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import (
+    FEW_OWN_WAYS,
     SOME,
     Way,
     base_text,
@@ -147,7 +148,7 @@ NAMES = list(options_of([list(range(24))] * 3))
 
 
 @pytest.mark.parametrize("name", NAMES)
-@ways(SOME)
+@ways(SOME, also=FEW_OWN_WAYS)
 def test_case_08_processors(way, name):
     """Every processor-making option, over drafts that are right now and then."""
     options = options_of(base_text(way))[name]
@@ -167,7 +168,7 @@ def test_case_08_processors_change_the_text_and_drafts_go_on(way, name):
 
 
 @pytest.mark.parametrize("name", list(SAMPLING_OPTIONS))
-@ways(SOME, samples=(True,))
+@ways(SOME, samples=(True,), also=FEW_OWN_WAYS)
 def test_case_08_sampling_options(way, name):
     compare(way, **SAMPLING_OPTIONS[name])
 
@@ -299,7 +300,7 @@ HIDING = [Counting, Grammar, Remembering, Nested, Random, OtherRows, Slots, clos
 
 
 @pytest.mark.parametrize("make", HIDING, ids=lambda make: make.__name__)
-@ways(("oracle-0.3", "tree-0.3", "prompt_lookup"))
+@ways(("oracle-0.3", "tree-0.3", "prompt_lookup"), also=FEW_OWN_WAYS)
 def test_case_09_stateful_processors_are_refused_or_exact(way, make):
     text = base_text(way)
     with suppress_refusal(make.__name__, "function"):
@@ -325,7 +326,7 @@ def test_case_09_a_refusal_leaves_the_users_processor_as_it_was(make):
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 0.01])
-@ways(("oracle-0", "oracle-0.3", "tree-0.3", "draft_model"), samples=(True,))
+@ways(("oracle-0", "oracle-0.3", "tree-0.3", "draft_model"), samples=(True,), also=FEW_OWN_WAYS)
 def test_case_27_low_temperatures(way, temperature):
     pair = compare(way, temperature=temperature, output_scores=True)
     for step in pair.spec.scores:
@@ -336,7 +337,7 @@ def test_case_27_low_temperatures(way, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 0.01])
-@ways(("draft_model", "oracle-0.3", "tree-0.3"), samples=(True,))
+@ways(("draft_model", "oracle-0.3", "tree-0.3"), samples=(True,), also=FEW_OWN_WAYS)
 def test_case_27_low_temperatures_under_rejection(way, temperature):
     greedy = base_text(way._replace(sample=False))
     chosen = DraftModel(plain_model()) if way.strategy == "draft_model" else strategy(way.strategy, greedy)

@@ -8,6 +8,8 @@ import threading
 import pytest
 import torch
 from cases import (
+    FEW_OWN_WAYS,
+    OWN_WAYS,
     Recorder,
     Way,
     base_text,
@@ -20,6 +22,7 @@ from cases import (
     snapshot,
     spec_model,
     strategy,
+    tokenizers,
     ways,
 )
 from conftest import prompt, tiny
@@ -30,7 +33,7 @@ from hf_specdec import SpecDecConfig
 from hf_specdec.drafters import DraftModel, DraftStrategy, PromptLookup, Suffix, SuffixMemory
 
 
-@ways(samples=(True,))
+@ways(samples=(True,), also=OWN_WAYS)
 def test_case_30_seeds(way):
     text = base_text(way)
     first, again, other = (
@@ -41,7 +44,7 @@ def test_case_30_seeds(way):
     assert not torch.equal(first, other)
 
 
-@ways(("draft_model", "oracle-0.3", "tree-0.3"), samples=(True,))
+@ways(("draft_model", "oracle-0.3", "tree-0.3"), samples=(True,), also=FEW_OWN_WAYS)
 def test_case_30_seeds_under_rejection(way):
     text = base_text(way)
     config = SpecDecConfig(strategy=strategy(way.strategy, text), verifier="rejection")
@@ -111,7 +114,7 @@ def test_case_31_a_call_changes_nothing(batch, sample):
         assert all(torch.equal(inputs[key], inputs_before[key]) for key in inputs)
 
 
-@ways(("prompt_lookup", "suffix", "draft_model", "oracle-0.3", "tree-0.3"))
+@ways(("prompt_lookup", "suffix", "draft_model", "oracle-0.3", "tree-0.3"), also=FEW_OWN_WAYS)
 def test_case_31_nothing_leaks_from_call_to_call(way):
     """The second call drafts exactly what the first one drafted, whatever ran in between."""
     text = base_text(way)
@@ -245,7 +248,7 @@ class Breaking(DraftStrategy):
         return drafter
 
 
-@ways(("oracle-0", "tree-0", "prompt_lookup", "draft_model"))
+@ways(("oracle-0", "tree-0", "prompt_lookup", "draft_model"), also=OWN_WAYS)
 def test_case_32_an_exception_in_the_strategy(way):
     text = base_text(way)
     breaking = Breaking(strategy(way.strategy, text))
@@ -256,7 +259,13 @@ def test_case_32_an_exception_in_the_strategy(way):
     compare(way)
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "suffix", "suffix_memory", "draft_model", "oracle-0.3", "tree-0.3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prompt_lookup", "suffix", "suffix_memory", "draft_model", "oracle-0.3", "tree-0.3",
+        *dict.fromkeys(way.strategy for way in OWN_WAYS),
+    ],
+)  # fmt: skip
 def test_case_33_threads_share_a_strategy_and_a_model(name):
     """Greedy, since threads share the global generator. Each thread has its own prompt."""
     jobs = [(batch, seed) for seed in (0, 1) for batch in (1, 3)]
@@ -271,8 +280,9 @@ def test_case_33_threads_share_a_strategy_and_a_model(name):
         batch, seed = jobs[index]
         for _ in range(2):
             output = spec_model().generate(
-                **prompt(batch, seed=seed), max_new_tokens=24, do_sample=False, assistant_strategy=chosen
-            )
+                **prompt(batch, seed=seed), max_new_tokens=24, do_sample=False, assistant_strategy=chosen,
+                **tokenizers(way),
+            )  # fmt: skip
             assert output[:, 24:].tolist() == expected[index]
 
     in_threads(work, len(jobs))

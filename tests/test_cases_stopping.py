@@ -5,9 +5,12 @@ import time
 import pytest
 import torch
 from cases import (
+    FEW_OWN_WAYS,
     NEW_TOKENS,
     ORACLES,
+    OWN_WAYS,
     SOME,
+    STRATEGIES,
     Copy,
     Way,
     base_text,
@@ -33,7 +36,7 @@ def middle_token(text: list[int], near: int) -> int:
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one_id", "two_ids"])
-@ways()
+@ways(also=OWN_WAYS)
 def test_case_01_eos_in_the_middle_of_a_block(way, several):
     text = base_text(way)
     eos = [middle_token(text[0], 11)] + ([middle_token(text[-1], 5)] if several else [])
@@ -56,7 +59,7 @@ def test_case_01_eos_in_the_middle_of_a_block(way, several):
 
 
 @pytest.mark.parametrize("eos", [None, 70], ids=["no_eos", "eos"])
-@ways(("prompt_lookup", "suffix", "oracle-0.3", "tree-0.3"))
+@ways(("prompt_lookup", "suffix", "oracle-0.3", "tree-0.3"), also=FEW_OWN_WAYS)
 def test_case_02_eos_inside_copied_text(way, eos):
     pair = compare(
         way, inputs=copying(way.batch), replay=[[12, 13, 70, 14, 15, 16, 10, 11]] * way.batch, eos_token_id=eos,
@@ -68,14 +71,14 @@ def test_case_02_eos_inside_copied_text(way, eos):
         assert pair.spec.speculation.draft_acceptance_rate > 0.5, "the copied text must really be drafted"
 
 
-@ways()
+@ways(also=OWN_WAYS)
 def test_case_03_no_eos_and_no_pad(way):
     nothing = GenerationConfig(eos_token_id=None, pad_token_id=None, max_new_tokens=NEW_TOKENS)
     pair = compare(way, generation_config=nothing)
     assert all(len(ids) == NEW_TOKENS for ids in pair.text)
 
 
-@ways(SOME)
+@ways(SOME, also=OWN_WAYS)
 def test_case_03_eos_without_pad(way):
     text = base_text(way)
     eos = middle_token(text[-1], 6)
@@ -104,6 +107,14 @@ def test_case_04_every_stop_string(way, block):
     assert len(stopped) > 3, "the stops must fall at different places"
 
 
+@ways((), also=OWN_WAYS)
+def test_case_04_a_stop_string_in_a_draft_of_the_targets_own(way):
+    text = base_text(way)
+    stop = tokenizer().decode(text[0][9:11])
+    pair = compare(way, stop_strings=[stop], tokenizer=tokenizer())
+    assert way.batch > 1 or len(pair.text[0]) <= 11
+
+
 @pytest.mark.parametrize("eos", [False, True], ids=["no_eos", "eos"])
 @ways(("oracle-0.3", "tree-0.3", "suffix"), batches=(3,))
 def test_case_04_stop_strings_in_a_batch(way, eos):
@@ -127,10 +138,10 @@ def test_a_stop_in_a_refused_branch_is_none(way):
 
 
 @pytest.mark.parametrize("limit", ["max_new_tokens", "max_length"])
-@ways()
+@ways(also=OWN_WAYS)
 def test_case_05_length_limits(way, limit):
     text = base_text(way)
-    for count in (1, 2, 3, 7, 8, 9, 10, 13, 19):
+    for count in (1, 2, 3, 7, 8, 9, 10, 13, 19) if way.strategy in STRATEGIES else (1, 2, 3, 10):
         length = count if limit == "max_new_tokens" else 24 + count
         pair = compare(way, replay=text, **{limit: length})
         assert all(len(ids) == count for ids in pair.text)
@@ -139,7 +150,7 @@ def test_case_05_length_limits(way, limit):
 @pytest.mark.parametrize(
     "least", [{"min_new_tokens": 15}, {"min_length": 24 + 13}], ids=lambda least: next(iter(least))
 )
-@ways()
+@ways(also=OWN_WAYS)
 def test_case_06_minimum_length_above_the_block(way, least):
     text = base_text(way)
     eos = [ids[3] for ids in text]
@@ -207,7 +218,7 @@ class RowsAtDifferentColumns(StoppingCriteria):
 
 @pytest.mark.parametrize("eos", [False, True], ids=["no_eos", "eos"])
 @pytest.mark.parametrize("kind", ["last_token", "prefix_sum", "column", "rows", "any_row"])
-@ways(("oracle-0", "oracle-0.3", "tree-0", "suffix", "draft_model"))
+@ways(("oracle-0", "oracle-0.3", "tree-0", "suffix", "draft_model"), also=FEW_OWN_WAYS)
 def test_case_07_custom_criteria(way, kind, eos):
     """Without an EOS, rows that are done go on emitting real tokens until all rows are."""
     text = base_text(way)
@@ -223,7 +234,7 @@ def test_case_07_custom_criteria(way, kind, eos):
     assert kind == "prefix_sum" or len(pair.text[0]) < NEW_TOKENS
 
 
-@ways(("oracle-0", "oracle-0.3", "tree-0", "draft_model"))
+@ways(("oracle-0", "oracle-0.3", "tree-0", "draft_model"), also=OWN_WAYS)
 def test_case_07_criteria_that_keep_state(way):
     def fresh():
         return {"stopping_criteria": StoppingCriteriaList([Counter(11)])}
@@ -263,7 +274,7 @@ class Unsure(StoppingCriteria):
         return scores[-1].softmax(-1).amax(-1) < self.bound
 
 
-@ways(("oracle-0", "oracle-0.3", "tree-0.3", "draft_model"))
+@ways(("oracle-0", "oracle-0.3", "tree-0.3", "draft_model"), also=FEW_OWN_WAYS)
 def test_case_07_criteria_that_read_scores(way):
     text = base_text(way)
     best = [
@@ -326,6 +337,20 @@ def test_statistics_add_up(way):
     assert accepted == stats.num_accepted_draft_tokens
     assert accepted == sum(sum(row.token_sources) for row in stats.rows)
     assert stats.mean_acceptance_length == pytest.approx(1 + accepted / stats.num_spec_steps)
+
+
+@pytest.mark.parametrize("eos", [False, True], ids=["no_eos", "eos"])
+@ways(("oracle-0", "oracle-0.3", "tree-0.3"), batches=(3,), samples=(False,))
+def test_statistics_add_up_where_rows_ran_ahead_of_a_criterion(way, eos):
+    text = base_text(way)
+    last = {"eos_token_id": text[0][-1]} if eos else {}
+    criteria = StoppingCriteriaList([RowsAtDifferentColumns(24 + 12, 24 + 3, 24 + 17)])
+    stats = compare(way, replay=text, stopping_criteria=criteria, **last).spec.speculation
+    accepted = sum(count * rounds for count, rounds in enumerate(stats.acceptance_histogram))
+    assert accepted == stats.num_accepted_draft_tokens == sum(sum(row.token_sources) for row in stats.rows)
+    assert sum(stats.acceptance_histogram) == stats.num_spec_steps
+    assert sum(stats.accepted_at_depth) == accepted
+    assert way.strategy != "oracle-0" or stats.num_draft_tokens == accepted
 
 
 def test_way_is_hashable():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import (
     ORACLES,
+    OWN_WAYS,
     SOME,
     Recorder,
     base_text,
@@ -24,7 +25,7 @@ import hf_specdec
 
 
 @pytest.mark.parametrize("stop", ["length", "eos"])
-@ways(batches=(1,))
+@ways(batches=(1,), also=OWN_WAYS)
 def test_case_13_stream_equals_the_text(way, stop):
     text = base_text(way)
     options = {"max_new_tokens": 13} if stop == "length" else {"eos_token_id": text[0][10]}
@@ -36,7 +37,7 @@ def test_case_13_stream_equals_the_text(way, stop):
     assert streamer.ends == 1
 
 
-@ways(SOME, batches=(3,))
+@ways(SOME, batches=(3,), also=OWN_WAYS)
 def test_case_13_stream_of_a_batch(way):
     text = base_text(way)
     pair = compare(way, replay=text, fresh=lambda: {"streamer": Recorder()}, eos_token_id=[text[0][10], text[1][4]])

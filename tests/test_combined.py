@@ -1,7 +1,9 @@
 """`merge`, `cascade` and `free`: what becomes of several proposals."""
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -9,17 +11,22 @@ import torch
 from cases import draft_model, plain_model, spec_model
 from conftest import prompt
 from oracle import ChainOracle, Oracle
+from transformers.generation import PromptLookupCandidateGenerator
 
 from hf_specdec import (
+    Auto,
     Cascade,
     Drafter,
     DraftModel,
     DraftStrategy,
     DraftTree,
     Free,
+    LayerSkip,
+    Lookahead,
     Merge,
     Plan,
     PromptLookup,
+    QuantizedSelf,
     Recycling,
     SpecDecConfig,
     SpecDecError,
@@ -118,7 +125,7 @@ class _CountedDrafter(Drafter):
 
 def test_later_members_of_a_cascade_are_asked_only_for_want_of_a_proposal():
     view = DecodeView.of_sequences([[1, 2, 3]])
-    drafter = Cascade([Counted((4,), 2), Counted((5, 6), 1)]).build(None, None)
+    drafter = Cascade([Counted((4,), 2), Counted((5, 6), 1)]).build(None, SimpleNamespace(vocab_size=9))
     Counted.asked.clear()
     assert drafter.propose(view, Plan.chain(4)).tokens.tolist() == [[3, 5, 6]]
     assert drafter.propose(view, Plan.chain(4)).tokens.tolist() == [[3, 4]]
@@ -161,6 +168,52 @@ def test_members_come_in_every_form_and_go_round_as_dicts():
     names = [each["strategy"] for each in strategy.to_dict()["strategies"]]
     assert names == ["suffix", "prompt_lookup", "recycling", "draft_model"]
     assert Merge(Merge(["suffix", "recycling"]).to_dict()["strategies"]).strategies == (Suffix(), Recycling())
+
+
+def test_members_and_strategies_are_given_alike():
+    """What a call takes, a combination takes, and the text stays plain `generate`'s."""
+
+    def factory(**_):
+        return PromptLookupCandidateGenerator(num_output_tokens=4, max_length=1000)
+
+    call = {**prompt(3), "do_sample": False, "max_new_tokens": 24}
+    ids = spec_model().generate(**call, assistant_strategy=Merge([factory, "suffix"]))
+    assert torch.equal(ids, plain_model().generate(**call))
+    member = {"strategy": "recycling", "strategy_options": {"top_tokens": 2}}
+    assert SpecDecConfig(strategy=member).resolved == Merge([member]).strategies[0] == Recycling(top_tokens=2)
+    for given in (3, Suffix, torch.nn.Linear(2, 2), {"strategy": "suffix", "option": 1}):
+        told = []
+        for make in (lambda given: SpecDecConfig(strategy=given), lambda given: Merge([given])):
+            with pytest.raises(SpecDecError) as caught:
+                make(given)
+            told.append(str(caught.value))
+        assert told[0] == told[1]
+
+
+MODEL = {"model": "some/model", "vocabulary": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Auto(model=MODEL), lambda: Auto(model="some/model"), lambda: Merge(["suffix", {"strategy": "free"}]),
+        lambda: Free(suffix={"max_context": 8}), lambda: LayerSkip(skip_mlp=[1, 2]), lambda: QuantizedSelf(),
+        lambda: DraftModel(**MODEL), lambda: Suffix(memory="new"), lambda: Lookahead(memory="new"),
+    ],
+)  # fmt: skip
+def test_strategies_serve_as_keys(make):
+    strategy = make()
+    assert {strategy: 1}[strategy] == 1
+    again = pickle.loads(pickle.dumps(strategy))
+    assert again.to_dict() == strategy.to_dict()
+    assert strategy != again or hash(strategy) == hash(again)
+
+
+def test_auto_says_its_model():
+    assert Auto(model=MODEL).to_dict() == {"model": MODEL}
+    assert Auto(**Auto(model=MODEL).to_dict()).to_dict() == {"model": MODEL}
+    assert Auto().to_dict() == {"model": None}
+    assert Auto() == Auto()
 
 
 @pytest.mark.parametrize("given", [[], "suffix", None, ["sufix"], [3], [{"strategy": "suffix", "option": 1}], [{}]])

@@ -147,7 +147,7 @@ def test_a_download_that_was_cut_short_is_one_error(folder, tmp_path, broken):
     with pytest.raises(SpecDecError, match=r"cut cannot be loaded"):
         run_bench(configuration(folder, tmp_path / "out", model=str(tmp_path / "cut")))
     if broken != "tokenizer.json":
-        with pytest.raises(SpecDecError, match=r"cut cannot be loaded"):
+        with pytest.raises(SpecDecError, match=r"cut' cannot be loaded"):
             run_bench(configuration(folder, tmp_path / "out", strategies=[str(tmp_path / "cut")]))
 
 

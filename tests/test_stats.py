@@ -40,6 +40,21 @@ def test_rows():
     assert [row.num_emitted_tokens for row in (first, second)] == [8, 3]
 
 
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_a_row_that_ran_ahead_is_cut_as_by_a_stop(steps):
+    """Rounds beyond the end are none, and of the one it falls into, only what is left was judged."""
+    stats = counted()
+    stats.trim(0, steps)
+    row = stats.rows[0]
+    alone = SpeculationStats("suffix", "exact", True, [row])
+    assert (row.num_emitted_tokens, len(row.token_sources)) == (steps, steps)
+    assert row.num_spec_steps == sum(alone.acceptance_histogram) == (steps > 1) + (steps > 6)
+    accepted = sum(count * rounds for count, rounds in enumerate(alone.acceptance_histogram))
+    assert accepted == sum(row.token_sources) == row.num_accepted_draft_tokens == sum(alone.accepted_at_depth)
+    assert row.num_draft_tokens == {6: 4, 7: 5, 8: 8}.get(steps, steps - 1)
+    assert alone.drafted_at_depth == {7: [2, 1, 1, 1], 8: [2, 2, 1, 1]}.get(steps, [1] * min(steps - 1, 4))
+
+
 def test_nothing_happened():
     stats = SpeculationStats("suffix", "exact", True, [RowStats()])
     assert stats.mean_acceptance_length == 1.0

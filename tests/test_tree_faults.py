@@ -12,6 +12,7 @@ from conftest import prompt, tiny
 import hf_specdec
 from hf_specdec import (
     Adaptive,
+    Cascade,
     Drafter,
     DraftModel,
     DraftStrategy,
@@ -106,6 +107,75 @@ def test_a_member_that_answers_nonsense_is_named(answer):
     inputs = {name: value[:rows] for name, value in prompt(3).items()}
     with pytest.raises(SpecDecError, match="_Saying must answer with a DraftTree"):
         spec_model().generate(**inputs, do_sample=False, max_new_tokens=8, assistant_strategy=strategy)
+
+
+def tree_with(**parts: Any) -> Callable[[Any], DraftTree]:
+    """A chain of two drawn tokens per row, with some of its tensors replaced by what is made of the rows."""
+
+    def make(view):
+        rows, size = view.rows, spec_model().config.vocab_size
+        whole = {
+            "tokens": torch.tensor([[root, 5, 6] for root in view.roots()]),
+            "parents": torch.tensor([[-1, 0, 1]] * rows),
+            "sampled": torch.tensor([[False, True, True]] * rows),
+            "probs": torch.full((rows, 3, size), 1 / size),
+            "values": torch.ones(rows, 3),
+        }
+        return DraftTree(**{**whole, **{name: part(rows) for name, part in parts.items()}})
+
+    return make
+
+
+MALFORMED: dict[str, tuple[Callable[[Any], DraftTree], str]] = {
+    "three_axes": (
+        tree_with(**{name: lambda rows: torch.zeros(rows, 3, 2).long() for name in ("tokens", "parents", "sampled")}),
+        r"its tokens have shape \(3, 3, 2\)",
+    ),
+    "one_axis": (
+        tree_with(**{name: lambda rows: torch.zeros(rows).long() for name in ("tokens", "parents", "sampled")}),
+        r"its tokens have shape \(3,\)",
+    ),
+    "no_node": (
+        tree_with(**{name: lambda rows: torch.zeros(rows, 0).long() for name in ("tokens", "parents", "sampled")}),
+        r"its tokens have shape \(3, 0\)",
+    ),
+    "values": (tree_with(values=lambda rows: torch.ones(rows, 2)), r"its values have shape \(3, 2\), not \(3, 3\)"),
+    "values_of_a_row": (tree_with(values=lambda rows: torch.ones(3)), r"its values have shape \(3,\), not \(3, 3\)"),
+    "values_as_a_list": (tree_with(values=lambda rows: [1.0] * 3), "its values are a list, no tensor"),
+    "law_of_other_nodes": (
+        tree_with(probs=lambda rows: torch.ones(rows, 2, 96)),
+        r"its probs have shape \(3, 2, 96\), not \(3, 3, 96\)",
+    ),
+    "smaller_vocabulary": (
+        tree_with(probs=lambda rows: torch.ones(rows, 3, 90) / 90),
+        r"its probs have shape \(3, 3, 90\), not \(3, 3, 96\)",
+    ),
+    "larger_vocabulary": (
+        tree_with(probs=lambda rows: torch.ones(rows, 3, 128) / 128),
+        r"its probs have shape \(3, 3, 128\), not \(3, 3, 96\)",
+    ),
+    "fractions": (tree_with(tokens=lambda rows: torch.ones(rows, 3)), "its tokens or parents are no whole numbers"),
+    "no_flags": (tree_with(sampled=lambda rows: torch.ones(rows, 3)), "its sampled no booleans"),
+    "lists": (tree_with(tokens=lambda rows: [[1, 2, 3]] * rows), "a token, a parent and a flag per node"),
+}
+
+
+@pytest.mark.parametrize("verifier", ["exact", "rejection"])
+@pytest.mark.parametrize("member", [False, True], ids=["alone", "member"])
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_a_malformed_tree_is_an_error_that_names_the_strategy(fault, member, verifier):
+    make, says = MALFORMED[fault]
+    strategy = Cascade([Says(make), "suffix"]) if member else Says(make)
+    config = SpecDecConfig(strategy=strategy, verifier=verifier)
+    with pytest.raises(SpecDecError, match=says) as caught:
+        spec_model().generate(**prompt(3), do_sample=True, max_new_tokens=8, assistant_strategy=config)
+    assert fault == "lists" or ("_Saying must answer" if member else "'says' must answer") in str(caught.value)
+
+
+def test_control_a_tree_in_order_is_taken():
+    for verifier in ("exact", "rejection"):
+        config = SpecDecConfig(strategy=Says(tree_with()), verifier=verifier)
+        spec_model().generate(**prompt(3), do_sample=True, max_new_tokens=8, assistant_strategy=config)
 
 
 @pytest.mark.parametrize("strategy", ["recycling", "lookahead", "free", "auto"])

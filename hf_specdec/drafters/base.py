@@ -4,6 +4,7 @@
 `generate` call. What outlives a call is a separate memory object that the strategy holds.
 """
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -105,17 +106,27 @@ NEW_MEMORY = "new"
 """As a strategy's `memory`: an empty one that all calls with the strategy object share."""
 
 
-def check_count(owner: str, name: str, value: Any) -> None:
-    """Raise `SpecDecError` unless the setting is a whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SpecDecError(f"{owner}: {name}={value!r} is no count; use a whole number of at least 1.")
+def check_count(owner: str, name: str, value: Any, least: int = 1) -> None:
+    """Raise `SpecDecError` unless the setting is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecDecError(f"{owner}: {name}={value!r} is no count; use a whole number of at least {least}.")
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file, replacing what was there in one step."""
+    """Write a file, replacing what was there in one step. Raises `SpecDecError` where that cannot be, and leaves
+    nothing behind."""
     partial = Path(f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise SpecDecError(
+            f"{os.fspath(path)!r} cannot be written ({error.strerror or error}); give the path of a file in a "
+            "directory that exists and can be written."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 @dataclasses.dataclass(frozen=True)

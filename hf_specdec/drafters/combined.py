@@ -5,40 +5,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel
 
-from ..errors import SpecDecError, unknown_name
+from ..errors import SpecDecError
 from ..state import DecodeView, Plan
-from ..tree import UNKNOWN, DraftTree, RowTree, union
+from ..tree import UNKNOWN, DraftTree, RowTree, fault_of, union
 from .base import Drafter, DraftStrategy, build_strategy, register_strategy
 from .draft_model import DraftModel
+from .given import as_strategy
 from .recycling import Recycling
 from .suffix import Suffix
-
-_FIELDS = ("strategy", "strategy_options")
-
-
-def as_strategy(given: Any) -> DraftStrategy:
-    """The member that a name, a strategy, a draft model, or a dict with `strategy` and `strategy_options` stands for.
-
-    Raises:
-        SpecDecError: it stands for none.
-    """
-    if isinstance(given, DraftStrategy):
-        return given
-    if isinstance(given, PreTrainedModel):
-        return DraftModel(given)
-    if isinstance(given, str):
-        return build_strategy(given, {})
-    if isinstance(given, Mapping) and isinstance(given.get("strategy"), str):
-        for name in given:
-            if name not in _FIELDS:
-                raise unknown_name("field of a member strategy:", name, _FIELDS)
-        return build_strategy(given["strategy"], dict(given.get("strategy_options") or {}))
-    raise SpecDecError(
-        f"{given!r} is no strategy to combine; give a name, a strategy object, a draft model, or a dict as in "
-        "{'strategy': 'suffix', 'strategy_options': {'max_context': 8}}."
-    )
 
 
 @dataclass(frozen=True)
@@ -46,7 +21,7 @@ class _Combined(DraftStrategy):
     """What `merge` and `cascade` share.
 
     Args:
-        strategies: the members: names, strategies, draft models, or dicts with `strategy` and `strategy_options`.
+        strategies: the members: each what `as_strategy` takes.
     """
 
     strategies: Any
@@ -97,7 +72,7 @@ class Merge(_Combined):
     depends on the tokens drafted, so members that draw serve no verifier that reads draft probabilities.
 
     Args:
-        strategies: the members: names, strategies, draft models, or dicts with `strategy` and `strategy_options`.
+        strategies: the members: each what `as_strategy` takes.
     """
 
     @property
@@ -118,7 +93,7 @@ class Merge(_Combined):
     def build(self, target: Any, request: Any) -> "MergeDrafter":
         """The drafter. Raises what a member raises that does not fit the target or the request."""
         members = [each.build(target, request) for each in self.strategies]
-        return MergeDrafter(members, [each.default_depth for each in self.strategies])
+        return MergeDrafter(members, [each.default_depth for each in self.strategies], request)
 
 
 @register_strategy("free")
@@ -160,7 +135,7 @@ class Cascade(_Combined):
     """Per row, the proposal of the first member that has one; later members are asked only for want of it.
 
     Args:
-        strategies: the members: names, strategies, draft models, or dicts with `strategy` and `strategy_options`.
+        strategies: the members: each what `as_strategy` takes.
     """
 
     @property
@@ -171,7 +146,7 @@ class Cascade(_Combined):
     def build(self, target: Any, request: Any) -> "CascadeDrafter":
         """The drafter. Raises what a member raises that does not fit the target or the request."""
         members = [each.build(target, request) for each in self.strategies]
-        return CascadeDrafter(members, [each.default_depth for each in self.strategies])
+        return CascadeDrafter(members, [each.default_depth for each in self.strategies], request)
 
 
 @register_strategy("auto")
@@ -192,16 +167,15 @@ class Auto(Cascade):
     needs: ClassVar[str] = "nothing; a draft model may be given"
 
     def __post_init__(self) -> None:
-        members: list[DraftStrategy] = [Free()]
-        if self.model is not None:
+        if self.model is not None and not isinstance(self.model, DraftModel):
             settings = self.model if isinstance(self.model, Mapping) else {"model": self.model}
-            own = self.model if isinstance(self.model, DraftModel) else build_strategy("draft_model", dict(settings))
-            members.append(own)
+            object.__setattr__(self, "model", build_strategy("draft_model", dict(settings)))
+        members = [Free()] if self.model is None else [Free(), self.model]
         object.__setattr__(self, "strategies", tuple(members))
 
     def to_dict(self) -> dict[str, Any]:
         """The settings of the draft model."""
-        return {"model": None if self.model is None else self.strategies[1].to_dict()}
+        return {"model": None if self.model is None else self.model.to_dict()}
 
 
 class CombinedDrafter(Drafter):
@@ -210,10 +184,12 @@ class CombinedDrafter(Drafter):
     Args:
         members: their drafters.
         depths: the longest path that each drafts where it runs a model; None for the plan's.
+        request: the call.
     """
 
-    def __init__(self, members: Sequence[Drafter], depths: Sequence[int | None]):
+    def __init__(self, members: Sequence[Drafter], depths: Sequence[int | None], request: Any):
         self._members = members
+        self._request = request
         self._depths = {id(each): depth for each, depth in zip(members, depths) if depth is not None}
         self.top_tokens = max(each.top_tokens for each in members)
         self.stock_draft_tokens = max(each.stock_draft_tokens for each in members)
@@ -229,8 +205,10 @@ class CombinedDrafter(Drafter):
         if not own.depth:
             return DraftTree.from_chains(view.roots(), [[]] * view.rows, view.device)
         tree = member.propose(view, own)
-        if not isinstance(tree, DraftTree) or tree.tokens.dim() != 2 or len(tree.tokens) != view.rows:
-            raise SpecDecError(f"{type(member).__name__} must answer with a DraftTree of {view.rows} rows.")
+        if fault := fault_of(tree, view.rows, self._request.vocab_size):
+            raise SpecDecError(
+                f"{type(member).__name__} must answer with a DraftTree of {view.rows} rows, but {fault}."
+            )
         return tree
 
     @property

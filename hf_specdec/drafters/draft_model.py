@@ -67,15 +67,19 @@ class DraftModel(DraftStrategy):
             )
 
     def load(self, like: PreTrainedModel) -> PreTrainedModel:
-        """The model, loaded once per process in the target's dtype and onto its device when given by name."""
+        """The model, loaded once per process in the target's dtype and onto its device when given by name.
+
+        Raises:
+            SpecDecError: it cannot be loaded.
+        """
         if isinstance(self.model, PreTrainedModel):
             return self.model
         key = (self.model, like.dtype, str(like.device))
         if key not in _LOADED:
             try:
                 draft = AutoModelForCausalLM.from_pretrained(self.model, dtype=like.dtype)
-            except (OSError, ValueError) as error:
-                reason = " ".join(str(error).split())
+            except Exception as error:  # a damaged file: whatever the readers of weights and configurations raise
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 raise SpecDecError(
                     f"The draft model {self.model!r} cannot be loaded; give a name on the hub, a directory, or the "
                     f"model itself. {reason}"

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import SpecDecError
 from ..state import DecodeView, Plan
 from ..tree import UNKNOWN, DraftTree, RowTree
 from .base import Drafter, DraftStrategy, check_count, register_strategy
@@ -117,9 +116,8 @@ class Lookahead(DraftStrategy):
 
     def __post_init__(self) -> None:
         check_count("lookahead", "guesses", self.guesses)
-        for name, value, least in (("window", self.window, 0), ("ngram", self.ngram, 2)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise SpecDecError(f"lookahead: {name}={value!r}, but it must be a whole number of at least {least}.")
+        check_count("lookahead", "window", self.window, least=0)
+        check_count("lookahead", "ngram", self.ngram, least=2)
         made = as_memory("lookahead", self.memory, LookaheadMemory, lambda: LookaheadMemory(self.guesses))
         object.__setattr__(self, "memory", made)
 

@@ -44,7 +44,7 @@ class Memory(ABC):
         """The memory of a file's content. Raises `ValueError` for content that makes none."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the memory to a JSON file, replacing it in one step."""
+        """Write the memory to a JSON file, replacing it in one step. Raises `SpecDecError` where that cannot be."""
         content = {"format": self._file_format(), **self.__getstate__()}
         del content["path"]
         write_whole(path, json.dumps(content))

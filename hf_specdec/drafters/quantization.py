@@ -9,7 +9,7 @@ import statistics
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -81,7 +81,7 @@ class Int8Linear(QuantizedLinear):
 
     @staticmethod
     def fits(outputs: int, inputs: int) -> bool:
-        """Whole steps of the kernel, which reads past the end of a row otherwise."""
+        """Inputs in multiples of 16, the steps of the kernel: it reads past the end of a row otherwise."""
         return inputs % 16 == 0
 
     @staticmethod
@@ -148,6 +148,7 @@ class QuantizedCopy:
         scheme: a name in `SCHEMES`.
         weights: how many weights are quantised.
         memory_bytes: what the quantised weights take; nothing else is the copy's own.
+        left: names of the decoder's weight matrices, embeddings left out, that stay the model's own.
         overlap: sum of `min(p, q)` over the vocabulary, averaged over the tokens it was tried on; None untried.
         relative_cost: seconds of one token over those of the model itself; None untried.
     """
@@ -156,6 +157,7 @@ class QuantizedCopy:
     scheme: str
     weights: int
     memory_bytes: int
+    left: tuple[str, ...]
     overlap: float | None = None
     relative_cost: float | None = None
 
@@ -211,12 +213,9 @@ def plain_layers(model: PreTrainedModel) -> list[Any]:
     Raises:
         SpecDecError: the model is offloaded or quantised, or has no such layer.
     """
-    modules = dict.fromkeys(model.get_decoder().modules())
-    if (output := model.get_output_embeddings()) is not None:
-        modules[output] = None
     layers = [
         each
-        for each in modules
+        for each in decoder_modules(model)
         if type(each) in (nn.Linear, Conv1D)
         and type(each.weight) is nn.Parameter
         and each.weight.dtype in DTYPES
@@ -232,8 +231,28 @@ def plain_layers(model: PreTrainedModel) -> list[Any]:
     return layers
 
 
+def decoder_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules of the decoder, and the output layer."""
+    modules = dict.fromkeys(model.get_decoder().modules())
+    if (output := model.get_output_embeddings()) is not None:
+        modules[output] = None
+    return list(modules)
+
+
+def left_as_they_are(model: PreTrainedModel, quantized: Collection[nn.Module]) -> tuple[str, ...]:
+    """Names of the decoder's weight matrices that belong to no quantised module and no embedding."""
+    modules = set(decoder_modules(model))
+    return tuple(
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if module in modules and module not in quantized and not isinstance(module, nn.Embedding)
+        for own, weight in module.named_parameters(recurse=False)
+        if weight.dim() > 1
+    )
+
+
 def make_copy(model: PreTrainedModel, scheme: str) -> QuantizedCopy:
-    """A copy of the model under this scheme."""
+    """A copy of the model under this scheme. A layer whose shape none of its kernels takes stays the model's own."""
     made: dict[Any, QuantizedLinear] = {}
     for layer in plain_layers(model):
         shape = plain_weight(layer).shape
@@ -265,6 +284,7 @@ def make_copy(model: PreTrainedModel, scheme: str) -> QuantizedCopy:
         scheme=scheme,
         weights=sum(each.weight.numel() for each in made),
         memory_bytes=sum(each.numel() * each.element_size() for each in own),
+        left=left_as_they_are(model, made),
     )
 
 

@@ -35,6 +35,9 @@ LAYER_SHAPES = (
 class QuantizedSelf(DraftStrategy):
     """A quantised copy of the target drafts token by token and keeps no K/V of its own.
 
+    Plain linear layers are quantised, those whose inputs are a multiple of 16; the rest stays the target's own, and
+    the statistics' notes name it.
+
     Args:
         model: the target in quantised form, where you have one (bitsandbytes, GPTQ, AWQ, torchao, ...). None makes a
             copy, once per target, that shares with it all that is not quantised.
@@ -87,6 +90,9 @@ class QuantizedSelf(DraftStrategy):
                 f"; tried on a prompt, one token took {made.relative_cost:.2f} of the target's time and the laws "
                 f"overlapped by {made.overlap:.2f}"
             )
+        if made.left:
+            more = f" and {len(made.left) - 1} more" if len(made.left) > 1 else ""
+            note += f"; not quantised: {made.left[0]}{more}"
         request.stats.note(note)
         return QuantizedDrafter(made.model, target, request)
 
