@@ -110,7 +110,7 @@ def probe_parts(
     seconds: list[list[float]] = [[] for _ in parts]
     for prompt in prompts:
         logs = tuple(PartLog() for _ in parts)
-        config = SpecDecConfig(Watched(tuple(parts), logs), max_draft_tokens=1)
+        config = SpecDecConfig(Watched(tuple(parts), logs), max_draft_tokens=1, schedule="constant")
         _generate(model, prompt, new_tokens, assistant_strategy=config)
         for own, log in enumerate(logs):
             texts[own].append(tuple(log.agreed))
@@ -198,7 +198,8 @@ def round_seconds(
     for repeat in range(repeats):
         order = random.Random(repeat).sample(pairs, len(pairs))
         schedule = (*[pairs[-1]] * UNCOUNTED, *order)
-        config = SpecDecConfig(ScheduledRounds(tuple(parts), schedule, log), max_draft_tokens=max(lengths))
+        rounds = ScheduledRounds(tuple(parts), schedule, log)
+        config = SpecDecConfig(rounds, max_draft_tokens=max(lengths), schedule="constant")
         limit = sum(length + 1 for _, length in schedule) + max(lengths) + 2
         clock = TokenClock()
         with endless(model):

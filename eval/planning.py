@@ -15,7 +15,8 @@ from scipy.optimize import brentq
 
 from hf_specdec import SpecDecError
 
-PLAIN = "plain"
+from .config import PLAIN
+
 Seconds = Callable[[float], float] | Mapping[int, float]
 
 

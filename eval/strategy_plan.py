@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from hf_specdec import Auto, Constant, DraftModel, SpecDecConfig, SpecDecError
 
 from .bench import Unit, check_names, data_dirs, load_target, make_units, processes
-from .config import RunConfig, StrategySpec, parse_strategy
+from .config import PLAIN, RunConfig, StrategySpec, parse_strategy
 from .cost import WIDTHS, measure_costs
 from .length_plan import MeasuredRun, forecast_lengths, spread_contexts, write_costs
 from .measure import Meter
-from .methods import PLAIN, Method, build_methods
+from .methods import Method, build_methods
 from .planning import measured_calls
 from .rows import Row
 from .summary import FEWEST_UNITS

@@ -153,8 +153,8 @@ def measure_acceptance(
 ) -> RankCounts:
     """Decode greedily, and count at which rank the drafts are accepted that the strategy proposes by itself.
 
-    Where a node had fewer children than another, the missing ones count as not accepted: it is what the strategy
-    brings, not what it would bring with more candidates.
+    All that it proposes is verified, whatever the schedule. Where a node had fewer children than another, the missing
+    ones count as not accepted: it is what the strategy brings, not what it would bring with more candidates.
 
     Args:
         model: the target, enabled.
@@ -164,7 +164,7 @@ def measure_acceptance(
     """
     counts = RankCounts()
     config = SpecDecConfig.of(strategy)
-    recorded = replace(config, strategy=Recorded(config.resolved, counts), strategy_options={})
+    recorded = replace(config, strategy=Recorded(config.resolved, counts), strategy_options={}, schedule="constant")
     for ids in prompts:
         model.generate(
             **pad_left([ids], 0, model.device),

@@ -31,8 +31,8 @@ from hf_specdec.layers import decoder_layers
 SEED = 7
 NEW_TOKENS = 24
 STRATEGIES = (
-    "oracle-0", "oracle-0.3", "oracle-1", "tree-0.3", "prompt_lookup", "suffix", "draft_model", "layer_skip",
-    "quantized_self",
+    "oracle-0", "oracle-0.3", "oracle-1", "tree-0.3", "pruned-0.3", "prompt_lookup", "suffix", "draft_model",
+    "layer_skip", "quantized_self",
 )  # fmt: skip
 ORACLES = STRATEGIES[:3]
 SOME = ("oracle-0.3", "tree-0.3", "prompt_lookup", "draft_model")
@@ -103,6 +103,16 @@ class QuantizedTree(QuantizedSelf):
     default_width: ClassVar[int] = 3
 
 
+@dataclass(frozen=True)
+class PrunedReplay(TreeReplay):
+    """The oracle with trees, of which the default schedule verifies what it finds worth it."""
+
+    default_schedule: ClassVar[str | None] = None
+
+
+REPLAYS: dict[str, type[Replay]] = {"oracle": Replay, "tree": TreeReplay, "pruned": PrunedReplay}
+
+
 @functools.cache
 def plain_model(family: str = "llama", attn_implementation: str = "sdpa") -> PreTrainedModel:
     """A shared tiny target that is never enabled. Not to be changed."""
@@ -151,9 +161,9 @@ def bridged_draft() -> PreTrainedModel:
 def strategy(name: str, texts: Sequence[Sequence[int]] = ()) -> DraftStrategy:
     """The strategy of a way; `texts` is what an oracle replays. The number behind its name is its error rate."""
     kind, _, error_rate = name.partition("-")
-    if kind in ("oracle", "tree"):
+    if kind in REPLAYS:
         twice = [[*text, *text] for text in texts]  # it drafts past the end
-        return (Replay if kind == "oracle" else TreeReplay).of(twice, float(error_rate))
+        return REPLAYS[kind].of(twice, float(error_rate))
     return MAKERS[kind]()
 
 

@@ -18,10 +18,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec import config
 
-config.DEFAULT_SCHEDULE = (
-    "constant"  # what tests draft must not depend on the clock; test_schedules.py has the default
-)
-
 VOCABULARY = 96
 PAD = 0
 IMAGE_TOKEN = 90  # ids from 90 up never occur in text: they are placeholders of the vision models
@@ -325,6 +321,19 @@ class ForwardCounter:
 def _seeded() -> None:
     """Every test starts from the same global generator, in whatever order the tests run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def constant_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that count drafts, rounds or forwards, or that need drafts: the default schedule reads the clock."""
+    monkeypatch.setattr(config, "DEFAULT_SCHEDULE", "constant")
+
+
+@pytest.fixture(params=["constant", "adaptive"])
+def each_schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test with as many drafts as there may be, and with those that the default schedule finds worth it."""
+    monkeypatch.setattr(config, "DEFAULT_SCHEDULE", request.param)
+    return str(request.param)
 
 
 def pytest_configure(config: pytest.Config) -> None:

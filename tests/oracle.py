@@ -42,6 +42,7 @@ class Oracle(DraftStrategy):
 
     name: ClassVar[str] = "oracle"
     default_draft_tokens: ClassVar[int] = 5
+    default_schedule: ClassVar[str | None] = "constant"  # it is there to have its drafts judged, whatever they cost
     trees: ClassVar[bool] = True
 
     @classmethod

@@ -181,7 +181,7 @@ def options(name: str) -> dict[str, Any]:
 
 @DRAFTS
 @ways(("draft_model",))
-def test_the_text_is_the_targets(name, way):
+def test_the_text_is_the_targets(name, way, each_schedule):
     expected = call(target(), inputs(way.batch), way)
     state = torch.get_rng_state()
     model = hf_specdec.enable(make_model(len(target_tokenizer()), seed=1, layers=2).eval())
@@ -189,7 +189,7 @@ def test_the_text_is_the_targets(name, way):
     output = call(model, inputs(way.batch), way, assistant_strategy=draft(name), **options(name))
     assert output.sequences.tolist() == expected.sequences.tolist()
     assert torch.equal(torch.get_rng_state(), state)
-    assert output.speculation.num_draft_tokens > 0
+    assert output.speculation.num_draft_tokens > 0 or each_schedule == "adaptive"
     assert any("another tokenizer" in note for note in output.speculation.notes)
     assert (snapshot(draft(name)), [each.backend_tokenizer.to_str() for each in options(name).values()]) == before
 
@@ -206,6 +206,7 @@ def test_greedy_under_rejection_and_with_processors(name):
 
 
 @ways(("draft_model",))
+@pytest.mark.usefixtures("constant_schedule")
 def test_case_19_a_permuted_vocabulary_of_equal_size_is_bridged(way):
     """The target's own weights under other ids: understood across the bridge, so that every draft is accepted."""
     signs = "".join(map(chr, range(0x4E00, 0x4E00 + 95)))
@@ -225,6 +226,7 @@ def test_case_19_a_permuted_vocabulary_of_equal_size_is_bridged(way):
 
 @DRAFTS
 @pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.usefixtures("constant_schedule")
 def test_a_draft_that_repeats_the_context_is_accepted(name, batch):
     """More than half of the acceptance that it has with the target's own tokenizer."""
     own, other = target_tokenizer(), TOKENIZERS[name]()
@@ -258,6 +260,7 @@ class Seen:
 
 
 @DRAFTS
+@pytest.mark.usefixtures("constant_schedule")
 def test_each_position_goes_through_the_draft_model_about_once(name):
     own, other = target_tokenizer(), TOKENIZERS[name]()
     model, draft_model = hf_specdec.enable(Induction.of(len(own))), Induction.of(len(other))
@@ -273,6 +276,7 @@ def test_each_position_goes_through_the_draft_model_about_once(name):
     assert len(seen.places) < len(ids) * 1.35
 
 
+@pytest.mark.usefixtures("constant_schedule")
 def test_a_row_whose_text_is_one_draft_token():
     both = {"tokenizer": letters("ab"), "assistant_tokenizer": letters("ba")}
     model, other = (without_special_tokens(make_model(3, seed, layers=1)) for seed in (1, 2))
@@ -285,6 +289,7 @@ def test_a_row_whose_text_is_one_draft_token():
 
 
 @DRAFTS
+@pytest.mark.usefixtures("constant_schedule")
 def test_the_drafts_window_counts_its_own_tokens(name):
     narrow = make_model(len(TOKENIZERS[name]()), seed=2, layers=1).eval()
     narrow.config.max_position_embeddings = 40
@@ -296,7 +301,7 @@ def test_the_drafts_window_counts_its_own_tokens(name):
     assert any("window of 40" in note for note in output.speculation.notes)
 
 
-def test_rows_that_end_leave():
+def test_rows_that_end_leave(each_schedule):
     way = Way("draft_model", 3, True)
     eos = [int(call(target(), inputs(3), way).sequences[1, -15])]
     expected = call(target(), inputs(3), way, eos_token_id=eos, pad_token_id=PAD)

@@ -50,12 +50,14 @@ def test_case_21_across_the_edge_of_a_window(way, family, attention):
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3_mixed"])
 @ways(("draft_model", "suffix"), also=FEW_OWN_WAYS)
-def test_case_21_every_kind_of_draft(way, family):
+def test_case_21_every_kind_of_draft(way, family, each_schedule):
     models = (plain_model(family), spec_model(family))
     chosen = DraftModel(models[0]) if way.strategy == "draft_model" else strategy(way.strategy)
     pair = compare(way, models=models, assistant_strategy=chosen, max_new_tokens=40)
+    stats = pair.spec.speculation
     if way.strategy == "draft_model":
-        assert pair.spec.speculation.draft_acceptance_rate == 1.0
+        assert stats.num_accepted_draft_tokens == stats.num_draft_tokens
+        assert stats.num_draft_tokens > 0 or each_schedule == "adaptive"
 
 
 RECURRENT = {

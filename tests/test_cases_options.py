@@ -206,6 +206,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", list(FORMS))
 @ways(("suffix",))
+@pytest.mark.usefixtures("constant_schedule")
 def test_every_form_of_a_strategy(way, form):
     pair = compare(way, assistant_strategy=FORMS[form]())
     assert pair.spec.speculation.num_draft_tokens > 0

@@ -50,7 +50,7 @@ def assert_entries_close(ours, plain, lengths, real_columns):
 
 
 @pytest.mark.parametrize("stop", ["length", "eos"])
-@ways(ORACLES + ("tree-0.3", "prompt_lookup", "draft_model"), also=OWN_WAYS)
+@ways(ORACLES + ("tree-0.3", "pruned-0.3", "prompt_lookup", "draft_model"), also=OWN_WAYS)
 def test_case_10_one_entry_per_emitted_token(way, stop):
     text = base_text(way)
     eos = [text[0][13], text[-1][6]] if stop == "eos" else []
@@ -91,7 +91,7 @@ def test_case_10_transition_scores(way):
 
 
 @pytest.mark.parametrize("stop", ["length", "eos"])
-@ways(ORACLES + ("tree-0.3", "suffix", "draft_model"), also=OWN_WAYS)
+@ways(ORACLES + ("tree-0.3", "pruned-0.3", "suffix", "draft_model"), also=OWN_WAYS)
 def test_case_15_the_returned_cache_holds_what_plain_generate_holds(way, stop):
     text = base_text(way)
     eos = [text[0][13]] if stop == "eos" else []

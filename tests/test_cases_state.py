@@ -115,6 +115,7 @@ def test_case_31_a_call_changes_nothing(batch, sample):
 
 
 @ways(("prompt_lookup", "suffix", "draft_model", "oracle-0.3", "tree-0.3"), also=FEW_OWN_WAYS)
+@pytest.mark.usefixtures("constant_schedule")
 def test_case_31_nothing_leaks_from_call_to_call(way):
     """The second call drafts exactly what the first one drafted, whatever ran in between."""
     text = base_text(way)
@@ -129,6 +130,7 @@ def test_case_31_nothing_leaks_from_call_to_call(way):
 
 
 @ways(("suffix",))
+@pytest.mark.usefixtures("constant_schedule")
 def test_case_31_a_memory_is_shared_only_on_purpose(way):
     memory = SuffixMemory()
     first = compare(way, assistant_strategy=Suffix(memory=memory)).spec.speculation
@@ -212,6 +214,7 @@ BREAKS = {
 
 @pytest.mark.parametrize("place", list(BREAKS))
 @pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.usefixtures("constant_schedule")
 def test_case_32_an_exception_leaves_target_and_draft_as_they_were(place, batch):
     if place == "streamer" and batch == 3:
         pytest.skip("a text streamer is for one row")
@@ -249,6 +252,7 @@ class Breaking(DraftStrategy):
 
 
 @ways(("oracle-0", "tree-0", "prompt_lookup", "draft_model"), also=OWN_WAYS)
+@pytest.mark.usefixtures("constant_schedule")
 def test_case_32_an_exception_in_the_strategy(way):
     text = base_text(way)
     breaking = Breaking(strategy(way.strategy, text))

@@ -60,6 +60,7 @@ def test_case_01_eos_in_the_middle_of_a_block(way, several):
 
 @pytest.mark.parametrize("eos", [None, 70], ids=["no_eos", "eos"])
 @ways(("prompt_lookup", "suffix", "oracle-0.3", "tree-0.3"), also=FEW_OWN_WAYS)
+@pytest.mark.usefixtures("constant_schedule")
 def test_case_02_eos_inside_copied_text(way, eos):
     pair = compare(
         way, inputs=copying(way.batch), replay=[[12, 13, 70, 14, 15, 16, 10, 11]] * way.batch, eos_token_id=eos,

@@ -119,6 +119,7 @@ def test_a_file_that_is_not_there_is_one_line_and_status_2(run: Run, tmp_path: P
     assert_refused(run("--strategy", tmp_path / "absent.yaml", model=tmp_path / "no"), "absent.yaml", "No such file")
 
 
+@pytest.mark.usefixtures("constant_schedule")
 def test_the_table_counts_what_the_target_as_its_own_draft_saves(run: Run, saved: Path) -> None:
     result = run("--draft-model", saved / "target", "--max-draft-tokens", 3)
     row = [cell.strip() for cell in result.stdout.splitlines()[-2].strip("│\n ").split("│")]

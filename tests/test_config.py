@@ -109,7 +109,7 @@ def test_a_file_stands_for_its_config(config, name, write, tmp_path):
 
 def test_a_file_is_an_assistant_strategy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text("strategy: prompt_lookup\nstrategy_options: {max_ngram: 3}\nmax_draft_tokens: 4\n")
+    Path("mine.yaml").write_text("strategy: prompt_lookup\nstrategy_options: {max_ngram: 3}\nschedule: constant\n")
     inputs = {**prompt(), "max_new_tokens": 16, "do_sample": False}
     output = spec_model().generate(**inputs, assistant_strategy="mine.yaml", return_dict_in_generate=True)
     assert output.sequences.tolist() == spec_model().generate(**inputs).tolist()

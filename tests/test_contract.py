@@ -42,13 +42,14 @@ def test_the_text_is_plain_generates(way):
 
 
 @ways(NAMES)
+@pytest.mark.usefixtures("constant_schedule")
 def test_a_text_that_repeats_itself_is_drafted(way):
     pair = compare(way, inputs=copying(way.batch), assistant_strategy=make(way.strategy), **repeating())
     assert pair.spec.speculation.num_draft_tokens > 0
 
 
 @ways(NAMES, batches=(3,))
-def test_rows_end_apart(way):
+def test_rows_end_apart(way, each_schedule):
     """One with its first token, one in the middle of the text, one at the limit."""
     text = base_text(way)
     compare(way, eos_token_id=[text[0][0], text[1][9]], assistant_strategy=make(way.strategy))
@@ -166,6 +167,7 @@ def test_a_call_that_breaks_leaves_nothing_behind(way):
 
 
 @ways(NAMES, batches=(3,), samples=(False,))
+@pytest.mark.usefixtures("constant_schedule")
 def test_a_drafter_lives_once_and_hears_who_leaves(way):
     text, chosen = base_text(way), make(way.strategy)
     with watched(chosen) as watch:
@@ -177,6 +179,7 @@ def test_a_drafter_lives_once_and_hears_who_leaves(way):
 
 
 @ways(NAMES)
+@pytest.mark.usefixtures("constant_schedule")
 def test_two_calls_draft_the_same(way):
     """Nothing is carried from call to call where no memory was given."""
     chosen, runs = make(way.strategy), []
@@ -204,6 +207,7 @@ def test_threads_share_a_strategy(name):
 
 
 @each_strategy
+@pytest.mark.usefixtures("constant_schedule")
 def test_a_pickled_strategy_drafts_the_same(name):
     chosen, way = make(name), Way(name, 3, False)
     again = pickle.loads(pickle.dumps(chosen))

@@ -11,12 +11,12 @@ from conftest import prompt, tiny
 from text_models import CHAT_TEMPLATE, make_model, make_tokenizer
 
 import hf_specdec
-from hf_specdec import config
 from hf_specdec.drafters import base
 
 DOCS = Path(__file__).parent.parent / "docs"
 
 
+@pytest.mark.usefixtures("constant_schedule")
 def test_the_strategy_of_the_architecture_page_drafts(monkeypatch):
     monkeypatch.setattr(base, "STRATEGIES", dict(base.STRATEGIES))
     (code,) = re.findall(r"```python\n(from dataclasses.*?)```", (DOCS / "architecture.md").read_text(), re.DOTALL)
@@ -41,7 +41,6 @@ PAGES = sorted(set((DOCS / "strategies").glob("*.md")) - {INDEX}, key=lambda pag
 def test_the_example_of_a_strategy_page_runs(page, monkeypatch, tmp_path, capsys):
     """On a tiny model, so numbers differ from those printed there; the lines are the same."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(config, "DEFAULT_SCHEDULE", "adaptive")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)

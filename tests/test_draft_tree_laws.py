@@ -71,7 +71,7 @@ def mean_length(verifier: str, **plan: int) -> float:
     output = spec_model().generate(
         torch.randint(3, 88, (100, 8)), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=24,
         attention_mask=torch.ones(100, 8, dtype=torch.long), return_dict_in_generate=True,
-        assistant_strategy=SpecDecConfig(strategy=DraftModel(draft_model()), verifier=verifier, **plan),
+        assistant_strategy=SpecDecConfig(DraftModel(draft_model()), verifier=verifier, schedule="constant", **plan),
     )  # fmt: skip
     return output.speculation.mean_acceptance_length
 

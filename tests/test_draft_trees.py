@@ -24,6 +24,7 @@ from hf_specdec.drafters.draft_tree import LevelTree
 from hf_specdec.target import SlotModel
 from hf_specdec.tree import DraftTree, ancestors, grow_best_first
 
+pytestmark = pytest.mark.usefixtures("constant_schedule")  # levels, forwards and accepted nodes are counted
 DRAFT_FAMILIES = ["llama", "mistral", "qwen3_mixed", "gemma3", "gemma3n", "gemma2", "llama4", "gpt2"]
 FULL = {"max_width": 3, "max_depth": 2, "max_draft_tokens": 12}  # all that two levels of three siblings find
 
@@ -185,11 +186,14 @@ def test_default_depth_is_for_trees():
 )
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("sample", WAYS)
-def test_text_is_plain_generates(family, batch, sample):
+@pytest.mark.parametrize("schedule", ["constant", "adaptive"])
+def test_text_is_plain_generates(family, batch, sample, schedule):
     """With a draft of the same family, so with its windows; the accepted nodes' K/V are right in its cache, too."""
     draft = DraftModel if family == "gemma3n" else Watched  # its layers share K/V
-    config = SpecDecConfig(strategy=draft(noisy_copy(family)), max_draft_tokens=9, max_depth=3, max_width=3)
-    assert check(family, None, batch, sample, lambda text: config).num_accepted_draft_tokens > 0
+    plan = {"max_draft_tokens": 9, "max_depth": 3, "max_width": 3}
+    config = SpecDecConfig(strategy=draft(noisy_copy(family)), schedule=schedule, **plan)
+    stats = check(family, None, batch, sample, lambda text: config)
+    assert stats.num_accepted_draft_tokens > 0 or schedule == "adaptive"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_mixed"])

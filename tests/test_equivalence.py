@@ -29,9 +29,10 @@ from conftest import (
 )
 from oracle import Oracle
 from transformers import PreTrainedModel
+from whims import Whims
 
 import hf_specdec
-from hf_specdec import SpecDecConfig, UnsupportedModelError
+from hf_specdec import Adaptive, SpecDecConfig, UnsupportedModelError
 
 SEED = 11
 NEW_TOKENS = 20
@@ -82,6 +83,18 @@ def test_every_family_with_some_drafts_wrong(family, attention, batch, sample):
     stats = check(family, attention, batch, sample, lambda text: Oracle.of(text, 0.3))
     assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens, "accepted and rejected drafts must both occur"
     assert stats.target_forwards < NEW_TOKENS
+
+
+@pytest.mark.parametrize("schedule", [Whims(1), Adaptive()], ids=["whims", "adaptive"])
+@pytest.mark.parametrize(("batch", "sample"), [(1, True), (3, False)], ids=["one-sample", "ragged-greedy"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_whatever_is_chosen_of_its_drafts(family, batch, sample, schedule):
+    """Rounds without drafts, and trees of which any part was left out."""
+
+    def strategy(text: torch.Tensor) -> SpecDecConfig:
+        return SpecDecConfig(Oracle.of(text, 0.2, siblings=2), max_draft_tokens=9, schedule=schedule)
+
+    check(family, None, batch, sample, strategy)
 
 
 @pytest.mark.parametrize("sample", WAYS)
@@ -139,15 +152,16 @@ STRATEGIES: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("family", CORE_FAMILIES)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_strategies(name, family, batch, sample):
+def test_strategies(name, family, batch, sample, each_schedule):
     stats = check(family, None, batch, sample, lambda text: STRATEGIES[name](family))
-    if name == "noisy_copy":
+    if name == "noisy_copy" and each_schedule == "constant":
         assert stats.num_accepted_draft_tokens > 0
 
 
 @pytest.mark.parametrize("sample", WAYS)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", ["suffix", "noisy_copy"])
+@pytest.mark.usefixtures("constant_schedule")
 def test_strategies_that_have_something_to_find(name, batch, sample):
     """A low temperature and a repetitive prompt; lookup must not only be right, it must also find things."""
     inputs = prompt(batch, length=40)

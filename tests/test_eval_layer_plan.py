@@ -11,9 +11,11 @@ from conftest import FAMILIES, plain, prompt, randomise, tiny, without_special_t
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
+from whims import Never
 
 import hf_specdec
 from hf_specdec import LayerSkip, SpecDecConfig, SpecDecError
+from hf_specdec.control import SCHEDULES
 from hf_specdec_eval import commands, layer_plan, part_probes
 from hf_specdec_eval.layer_plan import (
     LayerPlan,
@@ -75,6 +77,14 @@ def test_rounds_of_all_parts_and_lengths_are_timed():
     timed = round_seconds(model(), prompts(1)[0], parts, [1, 3], 2)
     assert set(timed.verify) == {(part, length) for part in parts for length in (1, 3)}
     assert min(timed.plain, timed.undrafted, *timed.verify.values()) > 0
+
+
+def test_no_schedule_decides_what_is_asked_and_timed(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "adaptive", Never)
+    part = LayerSkip(exit_layer=3)
+    assert set(round_seconds(model(), prompts(1)[0], [part], [1, 3], 1).verify) == {(part, 1), (part, 3)}
+    (probe,) = probe_parts(model(), prompts(1), [part], 12)
+    assert len(probe.agreed[0]) == 10, "each token but the first, which the prompt's forward brings, and the last"
 
 
 def test_verify_costs_lie_on_lines():

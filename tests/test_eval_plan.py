@@ -1,5 +1,6 @@
 """Closed forms, replayed runs, and costs measured through `generate`. Nothing here asserts how long anything takes."""
 
+import dataclasses
 import io
 import json
 import random
@@ -251,7 +252,7 @@ def test_length_zero_is_forecast_as_plain() -> None:
 
 
 def _measured_row(model: Any, strategy: SpecDecConfig, label: str, unit: int) -> dict[str, Any]:
-    inputs = prompt(seed=unit)
+    inputs, strategy = prompt(seed=unit), dataclasses.replace(strategy, schedule="constant")
     base = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     output = model.generate(
         **inputs, max_new_tokens=24, do_sample=False, assistant_strategy=strategy, return_dict_in_generate=True

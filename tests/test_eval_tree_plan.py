@@ -10,10 +10,12 @@ from oracle import Oracle
 from rich.console import Console
 from text_models import make_tokenizer, save_models
 from typer.testing import CliRunner
+from whims import Never
 
 import hf_specdec
 from hf_specdec import DraftTree, SpecDecConfig, SpecDecError
 from hf_specdec.cli import app
+from hf_specdec.control import SCHEDULES
 from hf_specdec_eval import cost, plan_tree
 from hf_specdec_eval.planning import StepCosts
 from hf_specdec_eval.tree_plan import RankCounts, choose_tree, measure_acceptance
@@ -42,7 +44,9 @@ def test_ranks_are_counted_along_what_was_emitted() -> None:
 
 
 @pytest.mark.parametrize("siblings", [0, 2])
-def test_an_oracle_is_accepted_at_the_rank_that_it_drafts_at(siblings: int) -> None:
+def test_an_oracle_is_accepted_at_the_rank_that_it_drafts_at(siblings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No schedule decides what is counted."""
+    monkeypatch.setitem(SCHEDULES, "adaptive", Never)
     model, inputs = hf_specdec.enable(tiny()), prompt(1)
     length = inputs["input_ids"].shape[1]
     text = model.generate(**inputs, max_new_tokens=30, do_sample=False)[:, length:]
@@ -51,6 +55,7 @@ def test_an_oracle_is_accepted_at_the_rank_that_it_drafts_at(siblings: int) -> N
     assert counts.acceptance_by_rank() == [0.0] * siblings + [1.0] and counts.nodes > 15
 
 
+@pytest.mark.usefixtures("constant_schedule")
 def test_measuring_leaves_the_text_alone_and_counts_what_the_statistics_count() -> None:
     model, inputs = hf_specdec.enable(tiny()), prompt(1, seed=2)
     accepted = 0

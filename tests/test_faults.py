@@ -1,6 +1,7 @@
 """Faults that were found by trying to break the package, one test each."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -81,9 +82,11 @@ def test_token_types_go_on_after_the_prompt():
 
 @dataclass(frozen=True)
 class Misbehaving(DraftStrategy):
-    """Drafts whatever `propose` says."""
+    """Drafts whatever `propose` says, in every round."""
 
     propose: object
+
+    default_schedule: ClassVar[str | None] = "constant"
 
     def build(self, target, request):
         return MisbehavingDrafter(self.propose)

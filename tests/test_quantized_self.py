@@ -31,6 +31,7 @@ from hf_specdec.cache import SlotLayer
 from hf_specdec.drafters import DraftModel, quantization
 from hf_specdec.drafters.quantization import Int4Linear, Int8Linear, quantized_copy
 
+pytestmark = pytest.mark.usefixtures("constant_schedule")  # drafts are counted, or must be there
 INT8, INT4 = "int8_weight_only", "int4_weight_only"
 PRECISION = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 

@@ -150,6 +150,7 @@ def test_a_missing_file_and_odd_settings_are_refused(tmp_path):
         RecyclingMemory(max_entries=0)
 
 
+@pytest.mark.usefixtures("constant_schedule")
 def test_a_new_memory_is_shared_by_the_calls_of_one_object():
     strategy = Recycling(memory="new")
     call = {**prompt(1), "do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True}

@@ -1,56 +1,17 @@
 """Schedules in real calls: the default one, and texts that do not depend on what a schedule chooses."""
 
 import json
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
-from cases import Way, call, compare, draft_model, new_ids, plain_model, spec_model, ways
+from cases import Way, base_text, call, compare, draft_model, new_ids, plain_model, spec_model, ways
 from conftest import prompt
 from oracle import Oracle
+from whims import Whims
 
-from hf_specdec import Adaptive, Auto, DraftTree, SpecDecConfig, SpecDecError, config
-from hf_specdec.control import Controller, Schedule, Scope
-from hf_specdec.drafters import DraftModel, Free
-from hf_specdec.state import DecodeView, Plan
+from hf_specdec import Adaptive, Auto, DraftTree, SpecDecConfig, SpecDecError
+from hf_specdec.drafters import DraftModel, Free, LayerSkip, Lookahead, QuantizedSelf
 from hf_specdec.tree import select_nodes
-
-
-class Capricious(Controller):
-    """Any plan, and any part of a tree."""
-
-    def __init__(self, scope: Scope, seed: int):
-        self._largest = scope.largest
-        self._rng = random.Random(seed)
-
-    def plan(self, view: DecodeView, rooms: Sequence[int]) -> Plan:
-        plan = self._largest(view.rows).within(self._rng.choice([0, 1, 3, 50]))
-        wanted = self._rng.choice([None, 0, 2])
-        return Plan(plan.depth, plan.width, plan.nodes, wanted, self._rng.choice([None, 1.0, 9.0]))
-
-    def prune(self, view: DecodeView, tree: DraftTree) -> DraftTree:
-        parents, kept = tree.parents.tolist(), []
-        for row in parents:
-            own = [0]
-            for node, parent in enumerate(row):
-                if parent in own and self._rng.random() < 0.7:
-                    own.append(node)
-            kept.append(own)
-        return select_nodes(tree, kept, parents)
-
-
-@dataclass(frozen=True)
-class Whims(Schedule):
-    """A `Capricious` controller per call."""
-
-    name: ClassVar[str] = "whims"
-    seed: int = 0
-
-    def build(self, scope: Scope) -> Capricious:
-        return Capricious(scope, self.seed)
 
 
 def strategies(text: list[list[int]]):
@@ -60,6 +21,9 @@ def strategies(text: list[list[int]]):
         "auto": Auto(),
         "auto with a model": Auto(draft_model()),
         "draft_model": DraftModel(draft_model()),
+        "layer_skip": LayerSkip(exit_layer=1),
+        "quantized_self": QuantizedSelf(scheme="int4_weight_only"),
+        "lookahead": Lookahead(),
     }
 
 
@@ -71,8 +35,15 @@ def test_the_text_does_not_depend_on_what_is_chosen(way, schedule, name):
     compare(way, assistant_strategy=SpecDecConfig(strategies(text)[name], schedule=schedule))
 
 
-def test_adaptive_is_the_default_where_the_text_does_not_depend_on_drafts(monkeypatch):
-    monkeypatch.setattr(config, "DEFAULT_SCHEDULE", "adaptive")
+@pytest.mark.parametrize("name", strategies([[0]]))
+@ways(strategies=("any",), batches=(3,))
+def test_rows_end_where_they_should_whatever_is_chosen(way, name):
+    text = base_text(way)
+    config = SpecDecConfig(strategies(text)[name], schedule=Whims(3))
+    compare(way, assistant_strategy=config, eos_token_id=[text[0][7], text[1][11]])
+
+
+def test_adaptive_is_the_default_where_the_text_does_not_depend_on_drafts():
     for verifier in ("exact", "rejection", "block", "typical", "threshold"):
         expected = "adaptive" if verifier == "exact" else "constant"
         assert SpecDecConfig("suffix", verifier=verifier).bound_schedule.name == expected
@@ -127,9 +98,8 @@ def test_selected_nodes_keep_tokens_and_parents(kept):
             assert (own[above] if above >= 0 else -1) == (parents[row, old] if 0 < node < len(own) else -1)
 
 
-def test_a_strategy_may_have_a_schedule_of_its_own(monkeypatch):
+def test_a_strategy_may_have_a_schedule_of_its_own():
     """The window of `lookahead` pays in later rounds, so it is not pruned unless that is asked for."""
-    monkeypatch.setattr(config, "DEFAULT_SCHEDULE", "adaptive")
     assert SpecDecConfig(strategy="suffix").bound_schedule.name == "adaptive"
     assert SpecDecConfig(strategy="lookahead").bound_schedule.name == "constant"
     assert SpecDecConfig(strategy="lookahead", schedule="adaptive").bound_schedule.name == "adaptive"

@@ -89,6 +89,7 @@ def test_sources_of_tokens(way):
             assert longest > 1 and row.token_sources[1 : longest + 2] == [True] * longest + [False]
 
 
+@pytest.mark.usefixtures("constant_schedule")
 def test_times_add_up():
     stats = compare(Way("draft_model", 1, False)).spec.speculation
     parts = (stats.prefill_seconds, stats.draft_seconds, stats.verify_seconds, stats.other_seconds)

@@ -32,7 +32,7 @@ from hf_specdec.drafters.combined import values_of
 
 @ways(["layer_skip"], samples=(False, True))
 @pytest.mark.parametrize("turned", [False, True])
-def test_two_members_that_draft_on_the_targets_cache(way, turned):
+def test_two_members_that_draft_on_the_targets_cache(way, turned, each_schedule):
     members = [LayerSkip(exit_layer=1), QuantizedSelf(scheme="int8_weight_only")]
     strategy = Merge(members[::-1] if turned else members)
     config = SpecDecConfig(strategy=strategy, max_width=1, max_draft_tokens=6)
@@ -46,6 +46,7 @@ class Says(DraftStrategy):
     make: Callable[[Any], Any]
 
     name: ClassVar[str] = "says"
+    default_schedule: ClassVar[str | None] = "constant"
     default_draft_tokens: ClassVar[int] = 6
     default_width: ClassVar[int] = 3
     trees: ClassVar[bool] = True
@@ -101,6 +102,7 @@ def test_drawn_nodes_without_their_law_are_refused(verifier, probs):
 @pytest.mark.parametrize(
     "answer", [None, DraftTree.from_chains([1], [[2]]), DraftTree.from_chains([1] * 3, [[2]] * 3)]
 )
+@pytest.mark.usefixtures("constant_schedule")
 def test_a_member_that_answers_nonsense_is_named(answer):
     strategy = Merge(["suffix", Says(lambda view: answer)])
     rows = 2 if isinstance(answer, DraftTree) else 1
@@ -188,7 +190,7 @@ def test_a_row_that_is_all_padding(strategy):
     assert torch.equal(found[[0, 2]], expected[[0, 2]])
 
 
-def test_a_quantised_draft_stays_within_the_targets_positions():
+def test_a_quantised_draft_stays_within_the_targets_positions(each_schedule):
     model = tiny("gpt2")
     room = model.config.n_positions
     ids = torch.randint(3, 60, (3, room - 16), generator=torch.Generator().manual_seed(0))
@@ -198,6 +200,7 @@ def test_a_quantised_draft_stays_within_the_targets_positions():
     assert torch.equal(hf_specdec.enable(model).generate(**call, assistant_strategy=config), plain)
 
 
+@pytest.mark.usefixtures("constant_schedule")
 def test_a_member_that_runs_a_model_drafts_no_deeper_than_alone():
     call = {**prompt(1), "do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True}
     alone = spec_model().generate(**call, assistant_strategy=DraftModel(draft_model())).speculation
