@@ -11,7 +11,7 @@ Owns the comparison with plain `generate` and the verdict. The verifier decides 
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec import VERIFIERS, SpecDecConfig, SpecDecError, enable
+from hf_specdec import VERIFIERS, Constant, SpecDecConfig, SpecDecError, enable
 
 from .law import STEPS, Draws, Law, draws_needed, g_test
 from .measure import sampling_options
@@ -135,6 +135,9 @@ def verify(
 ) -> Verdict:
     """Check each configuration against plain `generate`. Enables the model; leaves the random generator alone.
 
+    A configuration that leaves its schedule open is checked with as many draft tokens in every round: a schedule that
+    finds that drafting does not pay here would leave nothing to check.
+
     Args:
         prompts: user messages, or plain text where the tokenizer has no chat template.
         max_new_tokens: longest text that is compared.
@@ -155,6 +158,7 @@ def verify(
         raise SpecDecError(f"max_new_tokens={max_new_tokens} leaves drafts no room; give at least {STEPS + 1}.")
     if model.training:
         raise SpecDecError("A model in training mode has no fixed law; call model.eval() first.")
+    configs = [each if each.schedule is not None else replace(each, schedule=Constant.name) for each in configs]
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         plain = _Plain(enable(model), tokenizer, prompts, max_new_tokens, seed)
         laws = sum(_keeps_law_only(each) for each in configs)

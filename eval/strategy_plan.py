@@ -262,7 +262,8 @@ def compare_all(
         methods.append(method)
         if leaves_size_open(config_of(method)):
             if not is_constant(config_of(method)):
-                methods.append(fixed(method, config_of(method).draft_tokens(batch_size)))
+                constant = replace(config_of(method), schedule=Constant.name)
+                methods.append(fixed(method, constant.draft_tokens(batch_size)))
             if config_of(methods[-1]).plan(batch_size).width == 1:
                 chains.append((method, methods[-1]))
     found = trials.compare(plain, methods, units)

@@ -13,9 +13,9 @@ from rich.console import Console
 from hf_specdec import SpecDecConfig
 
 from .bench import Unit, measured, progress, warm_up
-from .config import RunConfig
+from .config import PLAIN, RunConfig
 from .measure import Meter
-from .methods import PLAIN, Method
+from .methods import Method
 from .quality import identity
 from .rows import Row
 from .summary import compare

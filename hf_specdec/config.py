@@ -105,10 +105,15 @@ class SpecDecConfig:
         return not self.bound_verifier.lossless or self.bound_verifier.uses_draft_probs
 
     def draft_tokens(self, rows: int = 1) -> int:
-        """The longest draft of a round with `rows` rows. A default shrinks so that a round has about 32 tokens."""
+        """The longest draft of a round with `rows` rows.
+
+        A default is the strategy's times the schedule's `reach`, and shrinks so that a round has about 32 tokens times
+        that reach.
+        """
         if self.max_draft_tokens is not None:
             return self.max_draft_tokens
-        return min(self.resolved.default_draft_tokens, max(2, ROUND_TOKENS // rows - 1))
+        reach = self.bound_schedule.reach
+        return min(reach * (1 + self.resolved.default_draft_tokens), max(3, reach * ROUND_TOKENS // rows)) - 1
 
     def plan(self, rows: int = 1) -> Plan:
         """The largest tree that a round with `rows` rows may have."""

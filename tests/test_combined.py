@@ -213,6 +213,9 @@ def test_auto_says_its_model():
     assert Auto(model=MODEL).to_dict() == {"model": MODEL}
     assert Auto(**Auto(model=MODEL).to_dict()).to_dict() == {"model": MODEL}
     assert Auto().to_dict() == {"model": None}
+    other = {"strategy": "layer_skip", "strategy_options": {"exit_layer": 1}}
+    assert Auto(model=other).model == Auto(model=LayerSkip(exit_layer=1)).model == LayerSkip(exit_layer=1)
+    assert Auto(**Auto(model=other).to_dict()).to_dict() == {"model": other}
     assert Auto() == Auto()
 
 

@@ -155,10 +155,11 @@ def test_a_strategy_object_is_kept():
 
 
 def test_a_default_length_shrinks_with_the_rows_of_a_round():
-    config = SpecDecConfig(strategy="suffix")
-    lengths = [config.draft_tokens(rows) for rows in (1, 2, 4, 8, 64)]
-    assert lengths == sorted(lengths, reverse=True) and lengths[-1] == 2
-    assert all(rows * (1 + config.draft_tokens(rows)) <= 32 for rows in range(1, 11))
+    for schedule, tokens in (("constant", 32), ("adaptive", 64)):
+        config = SpecDecConfig(strategy="suffix", schedule=schedule)
+        lengths = [config.draft_tokens(rows) for rows in (1, 2, 4, 8, 64)]
+        assert lengths == sorted(lengths, reverse=True) and lengths[-1] == 2
+        assert all(rows * (1 + config.draft_tokens(rows)) <= tokens for rows in range(1, 11))
     assert SpecDecConfig(strategy="suffix", max_draft_tokens=9).draft_tokens(64) == 9
 
 

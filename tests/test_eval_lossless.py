@@ -21,7 +21,6 @@ from hf_specdec_eval import law as law_module
 from hf_specdec_eval.law import EDGE, Law, draws_needed, g_test, power
 from hf_specdec_eval.lossless import Verdict, verify
 
-pytestmark = pytest.mark.usefixtures("constant_schedule")  # a verdict says nothing where nothing was drafted
 WORDS = string.ascii_lowercase[:12]
 PROMPTS = [
     "c a f e c a f e c a f",

@@ -20,6 +20,7 @@ def strategies(text: list[list[int]]):
         "free": Free(),
         "auto": Auto(),
         "auto with a model": Auto(draft_model()),
+        "auto with layers": Auto(LayerSkip(exit_layer=1)),
         "draft_model": DraftModel(draft_model()),
         "layer_skip": LayerSkip(exit_layer=1),
         "quantized_self": QuantizedSelf(scheme="int4_weight_only"),

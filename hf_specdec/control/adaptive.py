@@ -33,6 +33,8 @@ FIRST_ROUNDS = 3
 """What the rate of a round counts for, in rounds, beside that of the rounds before it."""
 RECENT = 0.97
 """By which the tokens and seconds of earlier rounds are forgotten per round."""
+FEWEST_ASKED = 8
+"""Nodes that lookups are asked for at least. They are asked for twice what the round before kept."""
 WORTH_START, WORTH_RATE = 0.1, 0.15
 """Gain over plain steps that lookups begin with, and how fast it follows what they promise."""
 
@@ -88,6 +90,7 @@ class Adaptive(Schedule):
     """
 
     name: ClassVar[str] = "adaptive"
+    reach: ClassVar[int] = 2
 
     memory: ControlMemory | str | None = None
     profile: str | None = None
@@ -144,6 +147,7 @@ class AdaptiveController(Controller):
         self._rounds = self._predictions = 0
         self._recent_tokens = self._recent_seconds = 0.0
         self._worth = WORTH_START
+        self._asked = FEWEST_ASKED
         self._idle, self._interval, self._spent = 0, PROBE_INTERVAL, 0.0
         self._begin_round()
 
@@ -158,7 +162,7 @@ class AdaptiveController(Controller):
         self._costs.start(tokens, seconds)
 
     def plan(self, view: DecodeView, rooms: Sequence[int]) -> Plan:
-        """A draft model's chain of the best length; for lookups the largest plan, while they are worth asking."""
+        """A draft model's chain of the best length; for lookups room to prune, while they are worth asking."""
         self._begin_round()
         plan = self._scope.largest(view.rows).within(max(rooms) - 1)
         plain = self._costs.block(view.rows)
@@ -170,7 +174,8 @@ class AdaptiveController(Controller):
         if self._worth < 0 and not self._probe_is_due(self._costs.lookup):
             return plan.within(0)
         self._predicted = self._costs.lookup + plain
-        return plan
+        nodes, self._asked = min(plan.nodes, self._asked), FEWEST_ASKED
+        return replace(plan, nodes=nodes) if plan.width > 1 else plan.within(nodes - 1)
 
     def _plan_model(self, plan: Plan, rooms: Sequence[int]) -> Plan:
         """Up to the depth of the most tokens per second, and one level more where the model's estimates allow it."""
@@ -283,6 +288,7 @@ class AdaptiveController(Controller):
             kept = [list(range(tree.size))] * rows
         if places is not None:
             self._shown = parents, [[own[node] for node in nodes] for own, nodes in zip(places, kept)]
+        self._asked = max(FEWEST_ASKED, 2 * tree.size)
         return tree
 
     def _judge(

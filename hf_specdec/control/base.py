@@ -68,9 +68,14 @@ class Scope:
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """Settings of a policy. Reusable and safe to share between threads."""
+    """Settings of a policy. Reusable and safe to share between threads.
+
+    Attributes:
+        reach: by how much drafts may be larger than the strategy's default where the user gives no size.
+    """
 
     name: ClassVar[str] = ""
+    reach: ClassVar[int] = 1
 
     @abstractmethod
     def build(self, scope: Scope) -> Controller:

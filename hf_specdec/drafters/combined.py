@@ -157,7 +157,8 @@ class Auto(Cascade):
     Under the adaptive schedule, its default, each round drafts as much as pays on this machine, or nothing.
 
     Args:
-        model: a draft model, its name or path, settings of `DraftModel` as a dict, or the strategy itself; None drafts
+        model: what else may draft: a draft model, its name or path, settings of `DraftModel` as a dict, or another
+            strategy that runs a model, as an object or as a dict with `strategy` and `strategy_options`. None drafts
             without a model.
     """
 
@@ -167,15 +168,18 @@ class Auto(Cascade):
     needs: ClassVar[str] = "nothing; a draft model may be given"
 
     def __post_init__(self) -> None:
-        if self.model is not None and not isinstance(self.model, DraftModel):
+        if self.model is not None and not isinstance(self.model, DraftStrategy):
             settings = self.model if isinstance(self.model, Mapping) else {"model": self.model}
-            object.__setattr__(self, "model", build_strategy("draft_model", dict(settings)))
+            own = as_strategy(settings) if "strategy" in settings else build_strategy(DraftModel.name, dict(settings))
+            object.__setattr__(self, "model", own)
         members = [Free()] if self.model is None else [Free(), self.model]
         object.__setattr__(self, "strategies", tuple(members))
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings of the draft model."""
-        return {"model": None if self.model is None else self.model.to_dict()}
+        """The settings of the draft model, or name and settings of what else drafts."""
+        if self.model is None or isinstance(self.model, DraftModel):
+            return {"model": None if self.model is None else self.model.to_dict()}
+        return {"model": {"strategy": self.model.name, "strategy_options": self.model.to_dict()}}
 
 
 class CombinedDrafter(Drafter):
@@ -200,7 +204,7 @@ class CombinedDrafter(Drafter):
     def ask(self, member: Drafter, view: DecodeView, plan: Plan) -> DraftTree:
         """A member's proposal, which is empty where the plan leaves members out that run a model."""
         own = plan.for_model() if member.runs_model and not member.looks_up else plan
-        if member.runs_model and not member.looks_up:
+        if member.runs_model and not member.looks_up and plan.model_depth is None:
             own = own.within(self._depths.get(id(member), own.depth))
         if not own.depth:
             return DraftTree.from_chains(view.roots(), [[]] * view.rows, view.device)
