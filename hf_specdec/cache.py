@@ -152,14 +152,21 @@ class SlotCache(Cache):
             layer.keys = layer.keys.index_select(0, index)
             layer.values = layer.values.index_select(0, index)
 
-    def row(self, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Copies of the first `length` slots of a row per layer, shapes `(heads, length, width)`."""
-        return [
-            (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
+    def release(self) -> None:
+        """Let go of all buffers, once no row stays."""
+        for layer in self.slot_layers():
+            layer.keys = layer.values = layer.keys.new_empty(0)
+            layer.is_initialized = False
+
+    def row(self, row: int, length: int, copied: bool = True) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """The first `length` slots of a row per layer, shapes `(heads, length, width)`; copies, or views."""
+        held = [
+            (layer.keys[row, :, :length], layer.values[row, :, :length])
             if isinstance(layer, SlotLayer) and layer.is_initialized
             else None
             for layer in self.layers
         ]
+        return [(own[0].clone(), own[1].clone()) if own and copied else own for own in held]
 
 
 def fill_cache(
@@ -172,7 +179,7 @@ def fill_cache(
 
     Args:
         cache: an empty cache with the layers of the model.
-        rows: `SlotCache.row` of each row of the caller's batch.
+        rows: `SlotCache.row` of each row of the caller's batch; each layer's are released as they are copied.
         columns: called with a row and a count; the columns of its first slots.
         length: columns of the result; those without a token hold zeros.
     """
@@ -191,6 +198,8 @@ def fill_cache(
                 buffer[row, :, kept] = own[part][:, : len(kept)]
             states.append(buffer[:, :, first:])
         layer.update(*states)
+        for layers in rows:
+            layers[index] = None
         if window is not None:
             layer.cumulative_length = length
     return cache

@@ -207,8 +207,10 @@ class Request:
         assert cache is not None
         if self.returns_cache:
             for row in leaving:
-                self._cached_rows[state.row_ids[row]] = cache.row(row, state.length(row))
-        if staying:
+                self._cached_rows[state.row_ids[row]] = cache.row(row, state.length(row), copied=bool(staying))
+        if not staying:
+            cache.release()
+        else:
             self.target.keep(staying)
             if self.stats.num_spec_steps:
                 with self.undisturbed():

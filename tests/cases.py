@@ -79,6 +79,17 @@ def ways(
     )
 
 
+def own_ways_in_turn(names: str, values: Sequence[Any], sample: bool = False) -> pytest.MarkDecorator:
+    """Parametrise a test over these values, each with the next of `FEW_OWN_WAYS`.
+
+    Args:
+        sample: only with those that sample.
+    """
+    turns = [way for way in FEW_OWN_WAYS if way.sample or not sample]
+    rows = [(*(value if "," in names else (value,)), turns[index % len(turns)]) for index, value in enumerate(values)]
+    return pytest.mark.parametrize(f"{names},way", rows, ids=lambda part: getattr(part, "strategy", None))
+
+
 @dataclass(frozen=True)
 class Replay(Oracle):
     """The oracle with blocks of 8."""

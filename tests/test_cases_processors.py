@@ -9,6 +9,7 @@ from cases import (
     base_text,
     call,
     compare,
+    own_ways_in_turn,
     plain_model,
     refused,
     spec_model,
@@ -148,11 +149,16 @@ NAMES = list(options_of([list(range(24))] * 3))
 
 
 @pytest.mark.parametrize("name", NAMES)
-@ways(SOME, also=FEW_OWN_WAYS)
+@ways(SOME)
 def test_case_08_processors(way, name):
     """Every processor-making option, over drafts that are right now and then."""
     options = options_of(base_text(way))[name]
     compare(way, **options)
+
+
+@own_ways_in_turn("name", NAMES)
+def test_case_08_processors_over_drafts_of_the_targets_own(way, name):
+    test_case_08_processors(way, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -168,9 +174,14 @@ def test_case_08_processors_change_the_text_and_drafts_go_on(way, name):
 
 
 @pytest.mark.parametrize("name", list(SAMPLING_OPTIONS))
-@ways(SOME, samples=(True,), also=FEW_OWN_WAYS)
+@ways(SOME, samples=(True,))
 def test_case_08_sampling_options(way, name):
     compare(way, **SAMPLING_OPTIONS[name])
+
+
+@own_ways_in_turn("name", list(SAMPLING_OPTIONS), sample=True)
+def test_case_08_sampling_options_over_drafts_of_the_targets_own(way, name):
+    test_case_08_sampling_options(way, name)
 
 
 @ways(("oracle-0.3", "tree-0.3", "suffix"), batches=(1,))
@@ -300,7 +311,7 @@ HIDING = [Counting, Grammar, Remembering, Nested, Random, OtherRows, Slots, clos
 
 
 @pytest.mark.parametrize("make", HIDING, ids=lambda make: make.__name__)
-@ways(("oracle-0.3", "tree-0.3", "prompt_lookup"), also=FEW_OWN_WAYS)
+@ways(("oracle-0.3", "tree-0.3", "prompt_lookup"))
 def test_case_09_stateful_processors_are_refused_or_exact(way, make):
     text = base_text(way)
     with suppress_refusal(make.__name__, "function"):
@@ -311,6 +322,11 @@ def test_case_09_stateful_processors_are_refused_or_exact(way, make):
             spec_model(), prompt(way.batch), way, logits_processor=LogitsProcessorList([make()]),
             assistant_strategy=strategy(way.strategy, text),
         )  # fmt: skip
+
+
+@own_ways_in_turn("make", HIDING)
+def test_case_09_stateful_processors_over_drafts_of_the_targets_own(way, make):
+    test_case_09_stateful_processors_are_refused_or_exact(way, make)
 
 
 @pytest.mark.parametrize("make", [Counting, closure], ids=lambda make: make.__name__)

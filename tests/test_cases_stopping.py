@@ -17,6 +17,7 @@ from cases import (
     call,
     compare,
     copying,
+    own_ways_in_turn,
     row_length,
     spec_model,
     strategy,
@@ -217,9 +218,12 @@ class RowsAtDifferentColumns(StoppingCriteria):
         return self.columns[: input_ids.shape[0]] == input_ids.shape[1]
 
 
+CRITERIA = ("last_token", "prefix_sum", "column", "rows", "any_row")
+
+
 @pytest.mark.parametrize("eos", [False, True], ids=["no_eos", "eos"])
-@pytest.mark.parametrize("kind", ["last_token", "prefix_sum", "column", "rows", "any_row"])
-@ways(("oracle-0", "oracle-0.3", "tree-0", "suffix", "draft_model"), also=FEW_OWN_WAYS)
+@pytest.mark.parametrize("kind", CRITERIA)
+@ways(("oracle-0", "oracle-0.3", "tree-0", "suffix", "draft_model"))
 def test_case_07_custom_criteria(way, kind, eos):
     """Without an EOS, rows that are done go on emitting real tokens until all rows are."""
     text = base_text(way)
@@ -233,6 +237,11 @@ def test_case_07_custom_criteria(way, kind, eos):
     last = {"eos_token_id": text[0][-1]} if eos else {}
     pair = compare(way, replay=text, stopping_criteria=StoppingCriteriaList([criterion]), **last)
     assert kind == "prefix_sum" or len(pair.text[0]) < NEW_TOKENS
+
+
+@own_ways_in_turn("kind,eos", [(kind, eos) for kind in CRITERIA for eos in (False, True)])
+def test_case_07_custom_criteria_over_drafts_of_the_targets_own(way, kind, eos):
+    test_case_07_custom_criteria(way, kind, eos)
 
 
 @ways(("oracle-0", "oracle-0.3", "tree-0", "draft_model"), also=OWN_WAYS)

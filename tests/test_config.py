@@ -85,8 +85,8 @@ def test_the_users_options_are_not_shared():
         ({"strategy": "suffix", "max_draft_tokens": 1.0}, "max_draft_tokens=1.0"),
         ({"strategy": PromptLookup(), "strategy_options": {"max_ngram": 3}}, "strategy_options"),
         ({"strategy": PromptLookup}, "PromptLookup()"),
-        ({"strategy": torch.zeros(2)}, "nor a factory"),
-        ({"strategy": None}, "nor a factory"),
+        ({"strategy": torch.zeros(2)}, "a factory of a CandidateGenerator"),
+        ({"strategy": None}, "a factory of a CandidateGenerator"),
     ],
     ids=str,
 )
