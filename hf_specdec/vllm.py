@@ -53,7 +53,7 @@ def to_vllm(config: SpecDecConfig) -> dict[str, Any]:
         raise SpecDecError(
             f"Strategy {strategy.name!r} has no counterpart in vLLM, which can be given {known}; use one of these."
         )
-    tokens = config.max_draft_tokens or strategy.default_draft_tokens
+    tokens = strategy.default_draft_tokens if config.max_draft_tokens is None else config.max_draft_tokens
     tokens = min(tokens, config.max_depth or tokens)
     _check_drafts(config, tokens)
     for option in {"suffix": ("memory",), "draft_model": ("tokenizer", "vocabulary")}.get(method, ()):

@@ -46,7 +46,8 @@ def test_frozen():
 def test_defaults():
     config = SpecDecConfig(strategy="suffix")
     assert (config.verifier, config.max_draft_tokens, config.schedule) == ("exact", None, None)
-    assert config.draft_tokens() == Suffix.default_draft_tokens
+    assert config.draft_tokens() + 1 == 2 * (Suffix.default_draft_tokens + 1)  # the adaptive schedule prunes
+    assert SpecDecConfig(strategy="suffix", schedule="constant").draft_tokens() == Suffix.default_draft_tokens
     assert SpecDecConfig(strategy="suffix", max_draft_tokens=0).draft_tokens() == 0
 
 

@@ -104,6 +104,7 @@ DRAFTS = {
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.usefixtures("constant_schedule")
 def test_the_text_is_plain_generates_and_nothing_has_changed(name, family, batch, sample):
     kinds = FAMILIES[family].attention
     attention = kinds[-1] if (batch == 1) == sample else kinds[0]
