@@ -314,8 +314,7 @@ class ModelDrafter(Drafter):
 def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The places of the largest scores, ties as in `argmax` for a count of 1, and their probabilities."""
     places = likeliest(scores).unsqueeze(-1) if count == 1 else most_likely(scores, count)[1]
-    scores = scores.float()
-    return places, (scores.gather(-1, places) - scores.logsumexp(-1, keepdim=True)).exp()
+    return places, torch.softmax(scores.float(), -1).gather(-1, places)
 
 
 def load_vocabulary(source: Any) -> list[int]:
