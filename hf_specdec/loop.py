@@ -38,7 +38,7 @@ def decode(request: Request) -> None:
         rooms = request.ends.rooms(state)
         plan = controller.plan(state, rooms).within(max(rooms) - 1)
         tree = propose(request, state, plan, rooms)
-        drafted_at = time.perf_counter()
+        drafted_at, draft_forwards = time.perf_counter(), drafter.forwards - before[2]
         output = target.verify(tree, state.lengths())
         request.teach(state, tree, output.logits)
         context, rows = max(state.lengths()), state.rows
@@ -53,7 +53,7 @@ def decode(request: Request) -> None:
             nodes=tree.size,
             context=context,
             **judged._asdict(),
-            draft_forwards=drafter.forwards - before[2],
+            draft_forwards=draft_forwards,
             draft_seconds=drafted_at - started,
             verify_seconds=verified_at - drafted_at,
             step_seconds=time.perf_counter() - started,

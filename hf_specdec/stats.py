@@ -39,7 +39,7 @@ class StepRecord:
             for a row without drafts.
         accepted: accepted draft tokens per row.
         paths: nodes that the verifier accepted per row, root side first; those beyond `accepted` a stop cut off.
-        draft_forwards: forward passes of a draft model.
+        draft_forwards: forward passes of a draft model that drafting took.
     """
 
     plan: Plan

@@ -216,6 +216,9 @@ def test_auto_says_its_model():
     other = {"strategy": "layer_skip", "strategy_options": {"exit_layer": 1}}
     assert Auto(model=other).model == Auto(model=LayerSkip(exit_layer=1)).model == LayerSkip(exit_layer=1)
     assert Auto(**Auto(model=other).to_dict()).to_dict() == {"model": other}
+    assert isinstance(Auto(model="quantized_self").model, QuantizedSelf)
+    with pytest.raises(SpecDecError, match="strategy_options=5 is no dict"):
+        Auto(model={"strategy": "layer_skip", "strategy_options": 5})
     assert Auto() == Auto()
 
 

@@ -369,6 +369,41 @@ def test_the_report_counts_choices_and_says_why_drafting_stopped():
     assert report["mean_absolute_error_seconds"] < 0.05 * report["mean_round_seconds"]
 
 
+@pytest.mark.parametrize("every", [2, 3, 6])
+def test_lookups_that_pay_do_not_keep_a_draft_model_from_being_tried_again(every):
+    """The model is wrong at first and right after that; lookups are right, but have something to say now and then."""
+    drafter = SimpleNamespace(looks_up=True, runs_model=True, forwards=0)
+    control = AdaptiveController(Scope(lambda rows: Plan(9, 1, 10), drafter, None), Learned())
+    control.start(24, 1.3)
+    view, late = DecodeView.of_sequences([[0]]), 0
+    for number in range(1500):
+        plan = control.plan(view, [10_000])
+        values = [0.9**depth for depth in range(1, 5)] if number % every == 0 else []
+        depth = 0
+        if plan.model_depth and 1 + sum(values) < (plan.enough or 0):
+            depth = plan.model_depth
+            values = [0.6**level for level in range(1, depth + 1)]
+        drafter.forwards += depth
+        tree = control.prune(view, tree_of(values, list(range(len(values))))) if values else chains_of(view, 0)
+        hits = 0 if depth and number < 60 else tree.size - 1
+        late += number > 1000 and depth > 0
+        control.observe(
+            StepRecord(
+                plan=plan, rows=1, nodes=tree.size, context=1, drafted=[tree.size - 1],
+                reached=[min(hits + 1, tree.size - 1)], accepted=[hits], paths=[list(range(1, hits + 1))],
+                draft_forwards=depth, draft_seconds=0.01 + 0.3 * depth, verify_seconds=1.0,
+                step_seconds=1.01 + 0.3 * depth + 0.005 * tree.size,
+            )
+        )  # fmt: skip
+    assert late > 200
+
+
+def test_nothing_was_predicted_in_a_call_of_one_round():
+    control = controller(Machine())
+    assert run(Machine(), control, lambda count: 0.0, 1) == pytest.approx(1.0, abs=0.7)
+    assert control.report()["mean_round_seconds"] is control.report()["mean_absolute_error_seconds"] is None
+
+
 def confident_run(machine: Machine, tokens: int, seed: int) -> tuple[float, int]:
     """Seconds for so many tokens, and draft forwards, where a draft model is sure of every other token or so, and
     says so; its draft ends where the plan says that going on does not pay."""

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import hf_specdec
 from hf_specdec import DraftStrategy, DraftTree, LayerSkip, SpecDecConfig, SpecDecError, UnsupportedModelError
 from hf_specdec.cache import SlotCache
+from hf_specdec.control.fixed import FixedController
 from hf_specdec.layers import attention_of, decoder_layers, mlp_of, replaced
 from hf_specdec.partial import PartialTarget
 from hf_specdec.target import Target
@@ -565,3 +566,12 @@ def test_without_enable():
     )
     assert got.tolist() == expected.tolist()
     assert new_tokens(prompt(3), got).shape[1] == 20
+
+
+@pytest.mark.usefixtures("constant_schedule")
+def test_what_the_verify_pass_runs_of_the_first_layers_is_no_forward_of_the_draft(monkeypatch):
+    records = []
+    monkeypatch.setattr(FixedController, "observe", lambda self, record: records.append(record))
+    config = SpecDecConfig(LayerSkip(exit_layer=2), max_draft_tokens=2)
+    plain(enabled(), **prompt(1), max_new_tokens=12, assistant_strategy=config)
+    assert {record.draft_forwards for record in records if record.plan.depth == 2} == {2}

@@ -82,6 +82,10 @@ def test_choices_are_reported():
     assert sum(sizes.values()) == stats["num_spec_steps"]
     assert max(map(int, sizes)) <= 4
     assert stats["choices"]["mean_round_seconds"] > 0
+    constant = SpecDecConfig(strategy, max_draft_tokens=3, schedule="constant")
+    stats = call(spec_model(), inputs, Way("any", 1, False), assistant_strategy=constant).speculation
+    assert stats.choices["schedule"] == "constant"
+    assert sum(stats.choices["rounds_by_nodes"].values()) == stats.num_spec_steps
 
 
 @pytest.mark.parametrize("kept", [[[0, 2, 3], [0, 1]], [[0], [0, 1, 4]], [[0], [0]]])

@@ -8,6 +8,7 @@ to it; what a row has no room for counts nothing.
 """
 
 import copy
+import math
 import os
 import threading
 from collections import Counter
@@ -23,10 +24,8 @@ from ..tree import DraftTree, select_nodes
 from .acceptance import DraftAcceptance
 from .base import SCHEDULES, Controller, Schedule, Scope
 from .cost import CostModel, load_costs, machine_key
+from .probes import Probes
 
-PROBE_INTERVAL = 4
-"""Rounds without drafts before the first probe. A fruitless probe doubles it; after one that paid the next round is
-a probe as well."""
 PROBE_SHARE = 0.01
 """Of the rounds' seconds, what probes may have cost on balance."""
 FIRST_ROUNDS = 3
@@ -148,11 +147,10 @@ class AdaptiveController(Controller):
         self._recent_tokens = self._recent_seconds = 0.0
         self._worth = WORTH_START
         self._asked = FEWEST_ASKED
-        self._idle, self._interval, self._spent = 0, PROBE_INTERVAL, 0.0
+        self._model_probes, self._lookup_probes, self._spent = Probes(), Probes(), 0.0
         self._begin_round()
 
     def _begin_round(self) -> None:
-        self._probing = False
         self._predicted = 0.0
         self._forwards = self._scope.drafter.forwards
         self._shown: tuple[list[list[int]], list[list[int]]] | None = None
@@ -171,7 +169,7 @@ class AdaptiveController(Controller):
             return plan
         if self._scope.drafter.runs_model:
             return self._plan_model(plan, rooms)
-        if self._worth < 0 and not self._probe_is_due(self._costs.lookup):
+        if self._worth < 0 and not self._probe_is_due(self._lookup_probes, self._costs.lookup):
             return plan.within(0)
         self._predicted = self._costs.lookup + plain
         nodes, self._asked = min(plan.nodes, self._asked), FEWEST_ASKED
@@ -189,9 +187,9 @@ class AdaptiveController(Controller):
             nodes = 1 + depth if plan.width == 1 or not depth else plan.nodes
             tokens.append(expected)
             seconds.append(lookup + depth * costs.draft_step + costs.block(rows * nodes))
-        best = depth = self._choose(tokens, seconds, rows)
+        best = depth = self._choose(tokens, seconds, rows, self._model_probes)
         self._predicted = seconds[best]
-        if best and not self._probing:
+        if best and not self._model_probes.now:
             level = costs.draft_step + costs.block(2 * rows) - costs.block(rows)
             worth = self._rate(tokens, seconds, rows) * level / (rows * survival[0])
             values = self._learned.model.first_values
@@ -199,25 +197,27 @@ class AdaptiveController(Controller):
         if not self._scope.drafter.looks_up:
             return plan.within(depth)
         enough = tokens[best] / seconds[best] * (lookup + costs.block(rows * plan.nodes)) / rows
+        enough = math.inf if self._model_probes.now else enough
         return replace(plan, model_depth=depth, enough=enough)
 
-    def _choose(self, tokens: Sequence[float], seconds: Sequence[float], rows: int) -> int:
+    def _choose(self, tokens: Sequence[float], seconds: Sequence[float], rows: int, probes: Probes) -> int:
         """The best size, but now and then another one to learn from.
 
         Args:
             tokens, seconds: by size, from 0 on.
+            probes: of the kind of draft.
         """
         rates = [count / cost for count, cost in zip(tokens, seconds)]
         best = self._best(tokens, seconds, rows)
         if best:
             if self._rounds and not self._costs.observed(rows) and rates[best] < self._costs.doubt * rates[0]:
                 return 0
-            self._idle, self._interval = 0, PROBE_INTERVAL
+            probes.reset()
             return best
         if len(rates) == 1:
             return 0
         least = max(range(1, len(rates)), key=rates.__getitem__)
-        return least if self._probing or self._probe_is_due(seconds[least] - seconds[0]) else 0
+        return least if probes.now or self._probe_is_due(probes, seconds[least] - seconds[0]) else 0
 
     def _best(self, tokens: Sequence[float], seconds: Sequence[float], rows: int) -> int:
         """The size that gives the call the most tokens per second: that of the largest tokens - rate * seconds."""
@@ -237,19 +237,15 @@ class AdaptiveController(Controller):
             rate += max(self._recent_tokens / self._recent_seconds * rows, rates[0]) * share
         return rate
 
-    def _probe_is_due(self, extra_seconds: float) -> bool:
+    def _probe_is_due(self, probes: Probes, extra_seconds: float) -> bool:
         """Count a round in which drafting does not pay. Is it time to draft all the same, to see whether it would?"""
-        self._idle += 1
-        if self._idle == PROBE_INTERVAL and self._interval == PROBE_INTERVAL:
-            self._off.append({"round": self._rounds, "why": self._reason()})
-        if self._idle < self._interval or self._spent + extra_seconds > PROBE_SHARE * self._seconds:
-            return False
-        self._idle, self._interval, self._probing = 0, max(2 * self._interval, PROBE_INTERVAL), True
-        return True
+        if probes.count():
+            self._off.append({"round": self._rounds, "why": self._reason(probes)})
+        return probes.start(self._spent + extra_seconds <= PROBE_SHARE * self._seconds)
 
-    def _reason(self) -> str:
+    def _reason(self, probes: Probes) -> str:
         two = self._costs.block(2) / self._costs.block(1)
-        kind = self._learned.model if self._scope.drafter.runs_model else self._learned.lookup
+        kind = self._learned.model if probes is self._model_probes else self._learned.lookup
         return (
             f"a first draft token is accepted with probability {kind.chains.survival(1)[0]:.2f}, and a forward of two "
             f"tokens costs {two:.2f} of one"
@@ -276,8 +272,10 @@ class AdaptiveController(Controller):
                     expected += chance[order[count]]
             tokens.append(expected)
             seconds.append(drafting + self._costs.block(rows * (2 + count)))
-        count = self._best(tokens, seconds, rows) if forwards else self._choose(tokens, seconds, rows)
-        if not forwards:
+        if forwards:
+            count = self._best(tokens, seconds, rows)
+        else:
+            count = self._choose(tokens, seconds, rows, self._lookup_probes)
             gain = tokens[count] / rows - seconds[count] / self._costs.block(rows)
             self._worth += WORTH_RATE * (gain - self._worth)
         self._predicted = seconds[count]
@@ -327,11 +325,11 @@ class AdaptiveController(Controller):
         elif record.plan.depth and self._scope.drafter.looks_up:
             costs.observe_lookup(record.draft_seconds)
         self._learn(record)
-        if self._probing:
-            lost = record.step_seconds - (1 + sum(record.accepted) / record.rows) * costs.block(record.rows)
+        lost = record.step_seconds - (1 + sum(record.accepted) / record.rows) * costs.block(record.rows)
+        if self._model_probes.now or self._lookup_probes.now:
             self._spent = max(0.0, self._spent + lost)
-            if lost < 0:
-                self._interval = 1
+        self._model_probes.end(paid=lost < 0)
+        self._lookup_probes.end(paid=lost < 0)
         if self._rounds:  # before the first one nothing is known of this call
             self._errors += abs(self._predicted - record.step_seconds)
             self._predicted_seconds += record.step_seconds
@@ -367,14 +365,15 @@ class AdaptiveController(Controller):
         self.at_end()
 
     def report(self) -> dict[str, Any]:
-        """Rounds by block size, when drafting was switched off and why, and how well seconds were predicted."""
-        count = max(self._predictions, 1)
+        """Rounds by block size, when drafting was switched off and why, and how well seconds were predicted, from the
+        second round on; None where there was none."""
+        count = self._predictions
         return {
             "schedule": Adaptive.name,
             "rounds_by_nodes": {str(nodes): rounds for nodes, rounds in sorted(self._sizes.items())},
             "switched_off": self._off,
-            "mean_absolute_error_seconds": self._errors / count,
-            "mean_round_seconds": self._predicted_seconds / count,
+            "mean_absolute_error_seconds": self._errors / count if count else None,
+            "mean_round_seconds": self._predicted_seconds / count if count else None,
         }
 
 

@@ -1,10 +1,12 @@
 """The same plan in every round with as many rows."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..state import DecodeView, Plan
+from ..stats import StepRecord
 from .base import SCHEDULES, Controller, Schedule, Scope
 
 
@@ -17,10 +19,20 @@ class FixedController(Controller):
 
     def __init__(self, largest: Callable[[int], Plan]):
         self._largest = largest
+        self._sizes: Counter[int] = Counter()
 
     def plan(self, view: DecodeView, rooms: Sequence[int]) -> Plan:
         """The largest."""
         return self._largest(view.rows)
+
+    def observe(self, record: StepRecord) -> None:
+        """Count the round."""
+        self._sizes[record.nodes] += 1
+
+    def report(self) -> dict[str, Any]:
+        """Rounds by block size."""
+        sizes = {str(nodes): rounds for nodes, rounds in sorted(self._sizes.items())}
+        return {"schedule": Constant.name, "rounds_by_nodes": sizes}
 
 
 @dataclass(frozen=True)

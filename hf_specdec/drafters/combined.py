@@ -9,7 +9,7 @@ import torch
 from ..errors import SpecDecError
 from ..state import DecodeView, Plan
 from ..tree import UNKNOWN, DraftTree, RowTree, fault_of, union
-from .base import Drafter, DraftStrategy, build_strategy, register_strategy
+from .base import Drafter, DraftStrategy, build_strategy, known_strategies, register_strategy
 from .draft_model import DraftModel
 from .given import as_strategy
 from .recycling import Recycling
@@ -158,8 +158,8 @@ class Auto(Cascade):
 
     Args:
         model: what else may draft: a draft model, its name or path, settings of `DraftModel` as a dict, or another
-            strategy that runs a model, as an object or as a dict with `strategy` and `strategy_options`. None drafts
-            without a model.
+            strategy, such as `quantized_self`, by name, as an object or as a dict with `strategy` and
+            `strategy_options`. None drafts without a model.
     """
 
     strategies: Any = field(init=False, repr=False, default=())
@@ -169,8 +169,12 @@ class Auto(Cascade):
 
     def __post_init__(self) -> None:
         if self.model is not None and not isinstance(self.model, DraftStrategy):
-            settings = self.model if isinstance(self.model, Mapping) else {"model": self.model}
-            own = as_strategy(settings) if "strategy" in settings else build_strategy(DraftModel.name, dict(settings))
+            named = isinstance(self.model, str) and self.model in known_strategies()
+            if named or (isinstance(self.model, Mapping) and "strategy" in self.model):
+                own = as_strategy(self.model)
+            else:
+                settings = dict(self.model) if isinstance(self.model, Mapping) else {"model": self.model}
+                own = build_strategy(DraftModel.name, settings)
             object.__setattr__(self, "model", own)
         members = [Free()] if self.model is None else [Free(), self.model]
         object.__setattr__(self, "strategies", tuple(members))

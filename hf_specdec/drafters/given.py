@@ -32,7 +32,12 @@ def as_strategy(given: Any) -> DraftStrategy:
         for name in given:
             if name not in FIELDS:
                 raise unknown_name("field of a strategy:", name, FIELDS)
-        return build_strategy(given["strategy"], dict(given.get("strategy_options") or {}))
+        options = given.get("strategy_options") or {}
+        if not isinstance(options, Mapping):
+            raise SpecDecError(
+                f"strategy_options={options!r} is no dict of settings by name; give one, as in {{'max_context': 8}}."
+            )
+        return build_strategy(given["strategy"], dict(options))
     kind = given if isinstance(given, type) else type(given)
     if issubclass(kind, DraftStrategy):
         raise SpecDecError(f"{kind.__name__} is a class; pass an object, as in {kind.__name__}().")
@@ -47,5 +52,6 @@ def as_strategy(given: Any) -> DraftStrategy:
     raise SpecDecError(
         f"{given!r} is no strategy; as assistant_strategy, or as a member of others, give a name, a DraftStrategy, a "
         "draft model, a factory of a CandidateGenerator, or a dict as in "
-        "{'strategy': 'suffix', 'strategy_options': {'max_context': 8}}."
+        "{'strategy': 'suffix', 'strategy_options': {'max_context': 8}}. Several together are Merge([...]) or "
+        "Cascade([...])."
     )
