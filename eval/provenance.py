@@ -21,7 +21,7 @@ def provenance(device: torch.device, processes: int) -> dict[str, Any]:
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "cpu": _cpu(),
-            "cores": torch.get_num_threads(),
+            "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         },
         "processes": processes,
