@@ -4,7 +4,8 @@ The fastest of many owes some of its figure to luck. So a third of the prompts c
 turns with plain `generate`, and the expected speed-up with its interval is that of the chosen one on the others.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,11 +83,13 @@ def split(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
     return choosing, held_out
 
 
-def fixed(method: Method, length: int) -> Method:
-    """The same strategy with so many draft tokens in every round."""
+def fixed(method: Method, length: int, taken: Collection[str]) -> Method:
+    """The same strategy with so many draft tokens in every round, under a label that is not taken."""
     assert method.spec is not None
     size: dict[str, Any] = {"max_draft_tokens": length, "schedule": "constant"}
-    spec = StrategySpec(f"{method.label}({length})", {**method.spec.config, **size})
+    label = f"{method.label}({length})"
+    names = (f"{label}#{number}" if number > 1 else label for number in itertools.count(1))
+    spec = StrategySpec(next(each for each in names if each not in taken), {**method.spec.config, **size})
     return Method(spec.label, method.kind, {"assistant_strategy": replace(config_of(method), **size)}, spec)
 
 
@@ -256,6 +259,7 @@ def compare_all(
         SpecDecError: none of them can run.
     """
     batch_size = trials.config.batch_size
+    labels = [each.label for each in own]
     methods: list[Method] = []
     chains: list[tuple[Method, Method]] = []
     for method in own:
@@ -263,7 +267,7 @@ def compare_all(
         if leaves_size_open(config_of(method)):
             if not is_constant(config_of(method)):
                 constant = replace(config_of(method), schedule=Constant.name)
-                methods.append(fixed(method, constant.draft_tokens(batch_size)))
+                methods.append(fixed(method, constant.draft_tokens(batch_size), labels))
             if config_of(methods[-1]).plan(batch_size).width == 1:
                 chains.append((method, methods[-1]))
     found = trials.compare(plain, methods, units)
@@ -304,7 +308,7 @@ def promising_lengths(
         assert best.speedup is not None and known.speedup is not None
         promise = measured_speedups[chain.label] * best.speedup / known.speedup
         if 0 < best.length != longest and promise > max(measured_speedups.values()):
-            methods.append(fixed(method, best.length))
+            methods.append(fixed(method, best.length, {*measured_speedups, *found.errors}))
             notes.append(
                 f"{method.label}: {best.length} draft tokens in every round promised {promise:.2f}x, by a forecast "
                 f"from {longest}, and were measured as well."

@@ -209,6 +209,22 @@ def test_a_length_that_a_forecast_prefers_is_measured_as_well(folder, clock, mon
     )
 
 
+def test_a_generated_label_is_none_that_a_user_gave(folder, clock, monkeypatch) -> None:
+    clock(lambda label, unit: 2.0 if label == "prompt_lookup(3)#2" else 1.1)
+    forecasts = tuple(Forecast(each, 1.0, 1.0, 1.8 if each == 3 else 1.2) for each in range(17))
+    planned = LengthPlan(forecasts, 10), StepCosts(1.0, {1: 1.0})
+    monkeypatch.setattr(strategy_plan, "forecast_lengths", lambda *arguments: planned)
+    theirs = ("prompt_lookup(10)@suffix:max_draft_tokens=1", "prompt_lookup(3)@suffix:max_draft_tokens=2")
+    found = plan_strategy(configuration(folder, "prompt_lookup", *theirs), quiet())
+    lengths = {each.method.label: each.method.spec.config["max_draft_tokens"] for each in found.candidates}
+    assert lengths == {
+        "prompt_lookup": None, "prompt_lookup(10)#2": 10, "prompt_lookup(10)": 1, "prompt_lookup(3)": 2,
+        "prompt_lookup(3)#2": 3,
+    }  # fmt: skip
+    assert len(found.candidates) == 5
+    assert (found.chosen.method.label, found.config["max_draft_tokens"]) == ("prompt_lookup(3)#2", 3)
+
+
 def test_a_length_that_promises_no_more_is_not_measured(folder, clock, monkeypatch) -> None:
     clock(lambda label, unit: 2.0 if label == "suffix" else 1.1)
     forecasts = tuple(Forecast(each, 1.0, 1.0, 1.2 if each == 3 else 1.1) for each in range(17))
