@@ -24,8 +24,9 @@ from hf_specdec_eval import commands, strategy_plan, trials
 from hf_specdec_eval.bench import Unit
 from hf_specdec_eval.config import RunConfig
 from hf_specdec_eval.length_plan import LengthPlan
+from hf_specdec_eval.measure import Meter
 from hf_specdec_eval.planning import Forecast, StepCosts
-from hf_specdec_eval.strategy_plan import default_candidates, plan_strategy, split
+from hf_specdec_eval.strategy_plan import default_candidates, load_units, plan_strategy, split
 from hf_specdec_eval.task import Sample
 
 folder = bench_tests.folder  # the fixture
@@ -310,6 +311,29 @@ def test_prompts_that_plain_generate_fails_on_are_named_and_do_not_count(folder,
     failing = 5
     with pytest.raises(SpecDecError, match=r"Too few prompts were finished.*too long.*more prompts"):
         plan_strategy(configuration(folder, "suffix:max_draft_tokens=3"), quiet())
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["chooses", "held out"])
+def test_a_first_prompt_that_is_too_long_is_left_out_as_any_other(folder, clock, monkeypatch, part: int) -> None:
+    clock(lambda label, unit: 1.5)
+    prompts: dict[str, Any] = {"tasks": ["builtin"], "task_files": [], "limit": 9, "max_new_tokens": 4}
+    config = configuration(folder, "suffix:max_draft_tokens=3", **prompts)
+    parts = split(load_units(config))
+    real, too_long = Meter.run, {parts[part][0].samples[0].turns[0]}
+
+    def run(self: Meter, method: Any, samples: Any, limit: Any) -> dict[str, Any]:
+        if samples[0].turns[0] in too_long:
+            return {"error": "IndexError: too long", "turns": [], "peak_memory_bytes": None}
+        return real(self, method, samples, limit)
+
+    monkeypatch.setattr(Meter, "run", run)
+    planned = plan_strategy(config, quiet())
+    left_out = f"plain failed on 1 of {len(parts[part])} calls (IndexError: too long), so they are left out."
+    assert planned.notes == (left_out,) and planned.pays
+    assert [planned.candidates[0].compared, planned.chosen.compared] == [3 - (part == 0), 6 - (part == 1)]
+    too_long.update(each.samples[0].turns[0] for own in parts for each in own)
+    with pytest.raises(SpecDecError, match=r"^plain cannot run here, nothing was measured\. IndexError: too long$"):
+        plan_strategy(config, quiet())
 
 
 def test_no_candidate_at_all_is_an_error_that_names_each(folder, monkeypatch) -> None:
