@@ -10,7 +10,7 @@ import yaml
 from accelerate import PartialState
 from rich.console import Console
 
-from hf_specdec import SpecDecConfig, SpecDecError, optimal_template
+from hf_specdec import SpecDecConfig, SpecDecError, optimal_template, read_costs
 
 from .bench import load_target
 from .config import DTYPES, RunConfig, parse_strategy
@@ -259,8 +259,15 @@ def check_places(save: str | None, costs: str | None = None) -> None:
     for option, path in {"--save": save, "--save-costs": costs}.items():
         if path is not None and not Path(path).parent.is_dir():
             raise SpecDecError(f"{option} {path}: there is no directory {Path(path).parent}; make it first.")
+        if path is not None and Path(path).is_dir():
+            raise SpecDecError(f"{option} {path} is a directory; give the path of a file.")
     if save is not None and not save.endswith((".yaml", ".yml")):
         raise SpecDecError(f"--save {save}: strategies are loaded from files that end in .yaml; give such a name.")
+    if costs is not None and Path(costs).exists():
+        try:
+            read_costs(costs)
+        except SpecDecError as error:
+            raise SpecDecError(f"--save-costs adds to what is in the file, or makes a new one. {error}") from None
 
 
 def save_config(path: str, config: Mapping[str, Any], comment: str = "") -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import hf_specdec
-from hf_specdec import SpecDecConfig, SpecDecError
+from hf_specdec import CostModel, SpecDecConfig, SpecDecError, save_costs
 from hf_specdec import config as settings
 from hf_specdec.cli import app
 from hf_specdec_eval import commands, strategy_plan, trials
@@ -431,3 +431,22 @@ def test_a_whole_plan_with_its_costs(folder, tmp_path) -> None:
 def test_options_that_make_no_plan_are_refused(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(commands.plan_app, ["--model", "absent", *arguments], env={"COLUMNS": "300"})
     assert done.exit_code == 2 and message in done.output
+
+
+@pytest.mark.parametrize("mode", [[], ["--acceptance", "0.5"]], ids=["the whole answer", "a length table"])
+def test_files_that_cannot_be_written_or_added_to_are_refused_before_the_model_is_loaded(mode, tmp_path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    for name, content in (("list.json", "[]"), ("text.json", "no costs"), ("other.json", '{"format": "other"}')):
+        (tmp_path / name).write_text(content)
+    cases = [("--save-costs", "folder.yaml", "is a directory")]
+    cases += [("--save-costs", f"{name}.json", "file of costs") for name in ("list", "text", "other")]
+    for option, name, told in cases + ([] if mode else [("--save", "folder.yaml", "is a directory")]):
+        arguments = ["--model", "absent", "--strategy", "suffix", *mode, option, str(tmp_path / name)]
+        done = CliRunner().invoke(commands.plan_app, arguments, env={"COLUMNS": "300"})
+        assert done.exit_code == 2 and option in done.output and told in done.output, (name, done.output)
+
+
+def test_a_file_of_costs_is_taken(tmp_path) -> None:
+    save_costs(tmp_path / "costs.json", "elsewhere", CostModel.measured({1: 1.0}))
+    commands.check_places(None, str(tmp_path / "costs.json"))
+    commands.check_places(str(tmp_path / "new.yaml"), str(tmp_path / "new.json"))
