@@ -132,9 +132,14 @@ class StrategyPlan:
         return self.chosen.interval
 
     @property
+    def has_rounds(self) -> bool:
+        """Some answer went on after the token that the prompt's forward pass gives."""
+        return self.chosen.round_seconds > 0
+
+    @property
     def pays(self) -> bool:
         """The chosen one is faster than plain `generate`, as surely as the interval says, to the digits shown."""
-        return round(self.interval[0], 2) > 1
+        return self.has_rounds and round(self.interval[0], 2) > 1
 
     @property
     def config(self) -> dict[str, Any]:
@@ -169,6 +174,11 @@ class StrategyPlan:
     @property
     def sentence(self) -> str:
         """The verdict."""
+        if not self.has_rounds:
+            return (
+                "Do not use speculation here: answers have one token, which the prompt's forward pass gives, so there "
+                "is nothing to speculate on."
+            )
         label = self.chosen.method.label
         if self.pays:
             drafts = shape(config_of(self.chosen.method), self.batch_size)
@@ -242,8 +252,9 @@ def plan_strategy(config: RunConfig, console: Console | None = None, save_costs_
         held_out=sum(len(each.samples) for each in held_out),
         batch_size=config.batch_size,
     )
-    console.print(planned.table())
-    for each in (*planned.notes, planned.sentence, planned.basis):
+    if planned.has_rounds:
+        console.print(planned.table())
+    for each in (*planned.notes, planned.sentence, *([planned.basis] if planned.has_rounds else [])):
         console.print(each, soft_wrap=True)
     if save_costs_to is not None:
         console.print(save_costs_of(model, best, found.rows, save_costs_to), soft_wrap=True)
@@ -273,7 +284,7 @@ def compare_all(
     found = trials.compare(plain, methods, units)
     if not found.candidates:
         raise SpecDecError(f"Nothing could be compared with plain generate. {' '.join(found.notes)}")
-    lengths, notes = promising_lengths(trials, chains, found)
+    lengths, notes = promising_lengths(trials, chains, found) if found.step_seconds else ([], [])
     if not lengths:
         return found, notes
     more = trials.compare(plain, lengths, units)

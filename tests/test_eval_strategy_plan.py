@@ -162,6 +162,26 @@ def test_where_nothing_is_surely_faster_the_verdict_is_not_to_speculate(folder, 
     assert "Use " not in text and ("not shown to be slow" in text) is (planned.interval[1] > 1)
 
 
+@pytest.mark.parametrize("speed", [0.5, 2.0])
+def test_answers_of_one_token_leave_nothing_to_speculate_on(folder, clock, monkeypatch, speed: float) -> None:
+    clock(lambda label, unit: 1.0)
+    timed = trials.measured
+
+    def measured(*arguments: Any) -> Any:
+        for row in timed(*arguments):
+            for label, entry in row["methods"].items():
+                if label != "plain":
+                    entry["turns"][0]["seconds"] /= speed
+            yield row
+
+    monkeypatch.setattr(trials, "measured", measured)
+    console = quiet()
+    planned = plan_strategy(configuration(folder, "suffix", "prompt_lookup", max_new_tokens=1), console)
+    assert not planned.pays
+    assert planned.sentence.startswith("Do not use speculation here: answers have one token")
+    assert " ".join(console.export_text().split()) == planned.sentence
+
+
 def test_figures_explain_the_speed(folder, clock, no_forecast) -> None:
     """Decoding gains tokens per round times seconds of a plain step over those of a round."""
     clock(lambda label, unit: 1.5)
