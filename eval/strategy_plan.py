@@ -5,7 +5,7 @@ turns with plain `generate`, and the expected speed-up with its interval is that
 """
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 from hf_specdec import Auto, Constant, DraftModel, SpecDecConfig, SpecDecError
 
 from .bench import Unit, check_names, data_dirs, load_target, make_units, processes
-from .config import PLAIN, RunConfig, StrategySpec, parse_strategy
+from .config import PLAIN, RunConfig, StrategySpec, essential, parse_strategy
 from .cost import WIDTHS, measure_costs
 from .length_plan import MeasuredRun, forecast_lengths, spread_contexts, write_costs
 from .measure import Meter
 from .methods import Method, build_methods
 from .planning import measured_calls
+from .provenance import comment, provenance
 from .rows import Row
 from .summary import FEWEST_UNITS
 from .task import load_samples, load_task
@@ -114,7 +115,9 @@ class StrategyPlan:
         step_seconds: of plain decoding, where the candidates were compared.
         chosen: the fastest of them, as measured on the prompts that were held out.
         choosing, held_out: how many prompts.
-        batch_size: of the calls.
+        tasks: of the prompts.
+        batch_size, temperature: of the calls.
+        origin: what was measured, where and when (`provenance`).
     """
 
     candidates: tuple[Candidate, ...]
@@ -123,7 +126,10 @@ class StrategyPlan:
     chosen: Candidate
     choosing: int
     held_out: int
+    tasks: tuple[str, ...]
     batch_size: int
+    temperature: float
+    origin: Mapping[str, Any]
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -165,11 +171,17 @@ class StrategyPlan:
     @property
     def call(self) -> str:
         """What to write into a call of `generate`."""
-        given = {name: value for name, value in self.config.items() if value != getattr(SpecDecConfig, name, {})}
-        given = {"strategy": self.config["strategy"], **given}
+        given = essential(self.config)
         if len(given) == 1:
             return f'assistant_strategy="{given["strategy"]}"'
         return f"assistant_strategy=SpecDecConfig({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    @property
+    def comment(self) -> str:
+        """What to say above the config in a file."""
+        how = f"{self.batch_size} per call, at temperature {self.temperature:g}"
+        prompts = f"{self.held_out} of {', '.join(self.tasks)}, beside {self.choosing} that chose; {how}"
+        return comment(self.origin, prompts, self.figures)
 
     @property
     def sentence(self) -> str:
@@ -250,7 +262,10 @@ def plan_strategy(config: RunConfig, console: Console | None = None, save_costs_
         chosen=chosen,
         choosing=sum(len(each.samples) for each in choosing),
         held_out=sum(len(each.samples) for each in held_out),
+        tasks=tuple(dict.fromkeys(each.task for each in held_out)),
         batch_size=config.batch_size,
+        temperature=config.temperature,
+        origin=provenance(config.model, model, 1),
     )
     if planned.has_rounds:
         console.print(planned.table())

@@ -4,6 +4,7 @@ Real calls of tiny models, whose seconds are replaced by given ones where someth
 """
 
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -377,7 +378,6 @@ def test_what_is_saved_is_loaded_and_generates_the_same_text(folder, tmp_path, c
     done = command(folder, "--strategy", spec, "--strategy", "prompt_lookup", "--save", str(file))
     assert done.exit_code == 0, done.output
     assert "Use mine(15) (up to 15 draft tokens" in done.stdout and f'assistant_strategy="{file}"' in done.stdout
-    assert file.read_text().startswith("# Chosen by hf-specdec plan: ")
     expected = SpecDecConfig("suffix", {"max_context": 8}, max_draft_tokens=15, schedule="constant")
     assert SpecDecConfig.from_file(file) == expected
     model = hf_specdec.enable(AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32))
@@ -386,6 +386,21 @@ def test_what_is_saved_is_loaded_and_generates_the_same_text(folder, tmp_path, c
     assert torch.equal(model.generate(**call), model.generate(**call, assistant_strategy=str(file)))
     again = ["generate", "--model", str(folder / "target"), "--strategy", str(file), "--prompt", "the cat"]
     assert CliRunner().invoke(app, [*again, "--max-new-tokens", "4"]).exit_code == 0
+
+
+def test_what_is_saved_has_no_defaults_and_says_what_it_was_measured_on(folder, tmp_path, clock, no_forecast) -> None:
+    clock(lambda label, unit: 1.5 if label == "auto" else 1.1)
+    file = tmp_path / "mine.yaml"
+    done = command(folder, "--strategy", "auto", "--save", str(file))
+    assert done.exit_code == 0, done.output
+    *comments, content = file.read_text().splitlines()
+    assert content == "strategy: auto"
+    facts = dict(each.removeprefix("# ").split(": ", 1) for each in comments)
+    assert datetime.fromisoformat(facts["Chosen by hf-specdec plan"]) <= datetime.now(timezone.utc)
+    assert facts["model"] == f"{folder / 'target'}, float32"
+    assert f"threads {torch.get_num_threads()}, device " in facts["machine"]
+    assert facts["prompts"] == "4 of questions, beside 2 that chose; 1 per call, at temperature 0"
+    assert "Use auto (" in done.stdout and f"{facts['figures']} on prompts like these." in done.stdout
 
 
 def test_nothing_is_saved_where_nothing_pays(folder, tmp_path, clock, no_forecast) -> None:
