@@ -10,14 +10,15 @@ import yaml
 from accelerate import PartialState
 from rich.console import Console
 
-from hf_specdec import SpecDecConfig, SpecDecError, optimal_template
+from hf_specdec import SpecDecConfig, SpecDecError, optimal_template, read_costs
 
 from .bench import load_target
-from .config import DTYPES, RunConfig, parse_strategy
+from .config import DTYPES, RunConfig, essential, parse_strategy
 from .layer_plan import plan_layers
 from .length_plan import load_run, plan
 from .lossless import verify
 from .measure import prompt_ids
+from .provenance import comment, provenance
 from .run import app as bench_app
 from .run import clean_errors
 from .strategy_plan import DEFAULT_LIMIT, default_candidates, plan_strategy
@@ -249,8 +250,7 @@ def best_strategy(loading: RunConfig, given: Mapping[str, Any]) -> None:
         return
     console.print(f"In Python: {planned.call}", soft_wrap=True)
     if save is not None:
-        told = f"# Chosen by hf-specdec plan: {planned.figures} on {planned.held_out} prompts.\n"
-        save_config(save, planned.config, told)
+        save_config(save, planned.config, planned.comment)
         console.print(f'Saved: assistant_strategy="{save}", or hf-specdec generate --strategy {save}', soft_wrap=True)
 
 
@@ -259,13 +259,20 @@ def check_places(save: str | None, costs: str | None = None) -> None:
     for option, path in {"--save": save, "--save-costs": costs}.items():
         if path is not None and not Path(path).parent.is_dir():
             raise SpecDecError(f"{option} {path}: there is no directory {Path(path).parent}; make it first.")
+        if path is not None and Path(path).is_dir():
+            raise SpecDecError(f"{option} {path} is a directory; give the path of a file.")
     if save is not None and not save.endswith((".yaml", ".yml")):
         raise SpecDecError(f"--save {save}: strategies are loaded from files that end in .yaml; give such a name.")
+    if costs is not None and Path(costs).exists():
+        try:
+            read_costs(costs)
+        except SpecDecError as error:
+            raise SpecDecError(f"--save-costs adds to what is in the file, or makes a new one. {error}") from None
 
 
-def save_config(path: str, config: Mapping[str, Any], comment: str = "") -> None:
-    """Write the fields of a `SpecDecConfig` as YAML."""
-    Path(path).write_text(comment + yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
+def save_config(path: str, config: Mapping[str, Any], told: str) -> None:
+    """Write the fields of a `SpecDecConfig` that differ from their defaults as YAML, below a comment."""
+    Path(path).write_text(told + yaml.safe_dump(essential(config), sort_keys=False), encoding="utf-8")
 
 
 def plan_details(loading: RunConfig, mode: str, given: Mapping[str, Any]) -> None:
@@ -302,7 +309,9 @@ def best_layers(
     if not planned.pays:
         console.print(f"{save} was not written.", soft_wrap=True)
         raise typer.Exit(1)
-    save_config(save, planned.best.config.to_dict())
+    asked = f"{len(ids)}{'' if prompts else ' of the package'}"
+    told = comment(provenance(loading.model, target, 1), asked, planned.figures)
+    save_config(save, planned.best.config.to_dict(), told)
     console.print(f"Saved to {save}: hf-specdec bench --strategy {save}", soft_wrap=True)
 
 

@@ -221,6 +221,12 @@ def parse_strategy(given: Any) -> StrategySpec:
     return _spec(label or text, values)
 
 
+def essential(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The strategy, and those fields of a `SpecDecConfig` that differ from their defaults."""
+    defaults = SpecDecConfig().to_dict()
+    return {name: value for name, value in config.items() if name == "strategy" or value != defaults[name]}
+
+
 def _value(text: str) -> Any:
     try:
         return json.loads(text)

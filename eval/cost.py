@@ -40,7 +40,8 @@ UNCOUNTED = 2
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Costs at some batch sizes and contexts, linear between and beyond the contexts, and between the batch sizes.
+    """Costs at some batch sizes and contexts, linear between them; beyond the contexts those of the nearest one, since
+    a line through two noisy points soon falls below 0 there.
 
     Args:
         points: by `(batch size, context)`.
@@ -60,15 +61,15 @@ class CostCurve:
 
     def _at_context(self, size: float, context: float) -> StepCosts:
         own = {length: costs for (rows, length), costs in self.points.items() if rows == size}
-        low, high, share = bracket(sorted(own), context)
+        low, high, share = bracket(sorted(own), min(max(context, min(own)), max(own)))
         return own[low].towards(own[high], share)
 
 
 def bracket(values: Sequence[float], value: float) -> tuple[float, float, float]:
-    """The two neighbours of a value among ascending ones (beyond them, the two nearest) and its share between them."""
+    """The two neighbours of a value within ascending ones, and its share between them."""
     if len(values) == 1:
         return values[0], values[0], 0.0
-    index = min(max(int(np.searchsorted(values, value)), 1), len(values) - 1)
+    index = max(int(np.searchsorted(values, value)), 1)
     low, high = values[index - 1], values[index]
     return low, high, (value - low) / (high - low)
 

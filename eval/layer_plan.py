@@ -121,10 +121,14 @@ class LayerPlan:
         return min(self.best.speedup, self.measured) > max(1, self.undrafted)
 
     @property
+    def figures(self) -> str:
+        """Speed of the best over plain decoding."""
+        return f"{self.best.speedup:.2f}x expected, {self.measured:.2f}x measured"
+
+    @property
     def sentence(self) -> str:
         """The conclusion."""
-        best = self.best
-        figures = f"{best.speedup:.2f}x expected, {self.measured:.2f}x measured"
+        best, figures = self.best, self.figures
         if self.pays:
             return f"Best: {name(best.part)}, max_draft_tokens={best.length}: {figures}."
         return (

@@ -2,18 +2,21 @@
 
 import platform
 import subprocess
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 PACKAGES = ("hf-specdec", "torch", "transformers", "accelerate", "datasets", "evaluate", "numpy")
 
 
-def provenance(device: torch.device, processes: int) -> dict[str, Any]:
-    """What results say about their origin."""
+def provenance(name: str, model: PreTrainedModel, processes: int) -> dict[str, Any]:
+    """What results say about their origin: the model by the name it was asked for, and where it was measured."""
+    device = model.device
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
@@ -21,11 +24,25 @@ def provenance(device: torch.device, processes: int) -> dict[str, Any]:
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "cpu": _cpu(),
-            "cores": torch.get_num_threads(),
+            "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         },
         "processes": processes,
+        "model": name,
+        "dtype": str(model.dtype).removeprefix("torch."),
     }
+
+
+def comment(origin: Mapping[str, Any], prompts: str, figures: str) -> str:
+    """What a YAML file says above a choice: when it was made, on which model, machine and prompts, and its figures."""
+    facts = {
+        "Chosen by hf-specdec plan": origin["date"],
+        "model": f"{origin['model']}, {origin['dtype']}",
+        "machine": ", ".join(f"{name} {value}" for name, value in origin["machine"].items()),
+        "prompts": prompts,
+        "figures": figures,
+    }
+    return "".join(f"# {name}: {' '.join(value.split())}\n" for name, value in facts.items())
 
 
 def _version(name: str) -> str | None:

@@ -41,15 +41,10 @@ def build_results(
     same = identity(rows, PLAIN)
     if not config.temperature:
         logit_gaps(meter.model, same, prompts_of(rows, by_id, meter.tokenizer), rows)
-    origin = provenance(meter.model.device, processes)
+    origin = provenance(config.model, meter.model, processes)
     return {
         "schema_version": SCHEMA_VERSION,
-        "provenance": {
-            **origin,
-            "model": config.model,
-            "dtype": str(meter.model.dtype).removeprefix("torch."),
-            "seed": config.seed,
-        },
+        "provenance": {**origin, "seed": config.seed},
         "config": config.to_dict(),
         "confidence": CONFIDENCE,
         "methods": described,

@@ -4,7 +4,8 @@ The fastest of many owes some of its figure to luck. So a third of the prompts c
 turns with plain `generate`, and the expected speed-up with its interval is that of the chosen one on the others.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +17,13 @@ from transformers import PreTrainedModel
 from hf_specdec import Auto, Constant, DraftModel, SpecDecConfig, SpecDecError
 
 from .bench import Unit, check_names, data_dirs, load_target, make_units, processes
-from .config import PLAIN, RunConfig, StrategySpec, parse_strategy
+from .config import PLAIN, RunConfig, StrategySpec, essential, parse_strategy
 from .cost import WIDTHS, measure_costs
 from .length_plan import MeasuredRun, forecast_lengths, spread_contexts, write_costs
 from .measure import Meter
 from .methods import Method, build_methods
 from .planning import measured_calls
+from .provenance import comment, provenance
 from .rows import Row
 from .summary import FEWEST_UNITS
 from .task import load_samples, load_task
@@ -82,11 +84,13 @@ def split(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
     return choosing, held_out
 
 
-def fixed(method: Method, length: int) -> Method:
-    """The same strategy with so many draft tokens in every round."""
+def fixed(method: Method, length: int, taken: Collection[str]) -> Method:
+    """The same strategy with so many draft tokens in every round, under a label that is not taken."""
     assert method.spec is not None
     size: dict[str, Any] = {"max_draft_tokens": length, "schedule": "constant"}
-    spec = StrategySpec(f"{method.label}({length})", {**method.spec.config, **size})
+    label = f"{method.label}({length})"
+    names = (f"{label}#{number}" if number > 1 else label for number in itertools.count(1))
+    spec = StrategySpec(next(each for each in names if each not in taken), {**method.spec.config, **size})
     return Method(spec.label, method.kind, {"assistant_strategy": replace(config_of(method), **size)}, spec)
 
 
@@ -111,7 +115,9 @@ class StrategyPlan:
         step_seconds: of plain decoding, where the candidates were compared.
         chosen: the fastest of them, as measured on the prompts that were held out.
         choosing, held_out: how many prompts.
-        batch_size: of the calls.
+        tasks: of the prompts.
+        batch_size, temperature: of the calls.
+        origin: what was measured, where and when (`provenance`).
     """
 
     candidates: tuple[Candidate, ...]
@@ -120,7 +126,10 @@ class StrategyPlan:
     chosen: Candidate
     choosing: int
     held_out: int
+    tasks: tuple[str, ...]
     batch_size: int
+    temperature: float
+    origin: Mapping[str, Any]
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -129,9 +138,14 @@ class StrategyPlan:
         return self.chosen.interval
 
     @property
+    def has_rounds(self) -> bool:
+        """Some answer went on after the token that the prompt's forward pass gives."""
+        return self.chosen.round_seconds > 0
+
+    @property
     def pays(self) -> bool:
         """The chosen one is faster than plain `generate`, as surely as the interval says, to the digits shown."""
-        return round(self.interval[0], 2) > 1
+        return self.has_rounds and round(self.interval[0], 2) > 1
 
     @property
     def config(self) -> dict[str, Any]:
@@ -157,15 +171,26 @@ class StrategyPlan:
     @property
     def call(self) -> str:
         """What to write into a call of `generate`."""
-        given = {name: value for name, value in self.config.items() if value != getattr(SpecDecConfig, name, {})}
-        given = {"strategy": self.config["strategy"], **given}
+        given = essential(self.config)
         if len(given) == 1:
             return f'assistant_strategy="{given["strategy"]}"'
         return f"assistant_strategy=SpecDecConfig({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @property
+    def comment(self) -> str:
+        """What to say above the config in a file."""
+        how = f"{self.batch_size} per call, at temperature {self.temperature:g}"
+        prompts = f"{self.held_out} of {', '.join(self.tasks)}, beside {self.choosing} that chose; {how}"
+        return comment(self.origin, prompts, self.figures)
+
+    @property
     def sentence(self) -> str:
         """The verdict."""
+        if not self.has_rounds:
+            return (
+                "Do not use speculation here: answers have one token, which the prompt's forward pass gives, so there "
+                "is nothing to speculate on."
+            )
         label = self.chosen.method.label
         if self.pays:
             drafts = shape(config_of(self.chosen.method), self.batch_size)
@@ -237,10 +262,14 @@ def plan_strategy(config: RunConfig, console: Console | None = None, save_costs_
         chosen=chosen,
         choosing=sum(len(each.samples) for each in choosing),
         held_out=sum(len(each.samples) for each in held_out),
+        tasks=tuple(dict.fromkeys(each.task for each in held_out)),
         batch_size=config.batch_size,
+        temperature=config.temperature,
+        origin=provenance(config.model, model, 1),
     )
-    console.print(planned.table())
-    for each in (*planned.notes, planned.sentence, planned.basis):
+    if planned.has_rounds:
+        console.print(planned.table())
+    for each in (*planned.notes, planned.sentence, *([planned.basis] if planned.has_rounds else [])):
         console.print(each, soft_wrap=True)
     if save_costs_to is not None:
         console.print(save_costs_of(model, best, found.rows, save_costs_to), soft_wrap=True)
@@ -256,6 +285,7 @@ def compare_all(
         SpecDecError: none of them can run.
     """
     batch_size = trials.config.batch_size
+    labels = [each.label for each in own]
     methods: list[Method] = []
     chains: list[tuple[Method, Method]] = []
     for method in own:
@@ -263,13 +293,13 @@ def compare_all(
         if leaves_size_open(config_of(method)):
             if not is_constant(config_of(method)):
                 constant = replace(config_of(method), schedule=Constant.name)
-                methods.append(fixed(method, constant.draft_tokens(batch_size)))
+                methods.append(fixed(method, constant.draft_tokens(batch_size), labels))
             if config_of(methods[-1]).plan(batch_size).width == 1:
                 chains.append((method, methods[-1]))
     found = trials.compare(plain, methods, units)
     if not found.candidates:
         raise SpecDecError(f"Nothing could be compared with plain generate. {' '.join(found.notes)}")
-    lengths, notes = promising_lengths(trials, chains, found)
+    lengths, notes = promising_lengths(trials, chains, found) if found.step_seconds else ([], [])
     if not lengths:
         return found, notes
     more = trials.compare(plain, lengths, units)
@@ -304,7 +334,7 @@ def promising_lengths(
         assert best.speedup is not None and known.speedup is not None
         promise = measured_speedups[chain.label] * best.speedup / known.speedup
         if 0 < best.length != longest and promise > max(measured_speedups.values()):
-            methods.append(fixed(method, best.length))
+            methods.append(fixed(method, best.length, {*measured_speedups, *found.errors}))
             notes.append(
                 f"{method.label}: {best.length} draft tokens in every round promised {promise:.2f}x, by a forecast "
                 f"from {longest}, and were measured as well."

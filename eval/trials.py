@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from hf_specdec import SpecDecConfig
+from hf_specdec import SpecDecConfig, SpecDecError
 
-from .bench import Unit, measured, progress, warm_up
+from .bench import Unit, measured, progress
 from .config import PLAIN, RunConfig
 from .measure import Meter
 from .methods import Method
@@ -86,13 +86,13 @@ class Trials:
     console: Console
 
     def compare(self, plain: Method, methods: Sequence[Method], units: Sequence[Unit]) -> Comparison:
-        """Measure some methods beside plain `generate`. Raises `SpecDecError` where that cannot run."""
+        """Measure some methods beside plain `generate`. Raises `SpecDecError` where that cannot run at all."""
         todo = [(repeat, unit) for repeat in range(self.config.repeats) for unit in units]
-        warm_up(self.meter, [plain], todo, self.config.warm_up_tokens)
+        first = self._warmed_up(plain, units)
         able: list[Method] = []
         errors: dict[str, str] = {}
         for method in methods:
-            error = self.meter.run(method, units[0].samples, self.config.warm_up_tokens)["error"]
+            error = self.meter.run(method, first.samples, self.config.warm_up_tokens)["error"]
             if error is None:
                 able.append(method)
             else:
@@ -107,6 +107,16 @@ class Trials:
                     rows.append(row)
                     advance()
         return judge(rows, plain, able, errors)
+
+    def _warmed_up(self, plain: Method, units: Sequence[Unit]) -> Unit:
+        """The first unit that plain `generate` can do, after a short call: others may be too long for the model."""
+        failures: list[str] = []
+        for unit in units:
+            error = self.meter.run(plain, unit.samples, self.config.warm_up_tokens)["error"]
+            if error is None:
+                return unit
+            failures.append(error)
+        raise SpecDecError(f"{plain.label} cannot run here, nothing was measured. {failures[0]}")
 
 
 def judge(rows: Sequence[Row], plain: Method, methods: Sequence[Method], errors: Mapping[str, str]) -> Comparison:

@@ -2,7 +2,17 @@
 assistant_strategy=...)`."""
 
 from .config import SpecDecConfig
-from .control import Adaptive, Constant, Controller, ControlMemory, CostModel, Schedule, machine_key, save_costs
+from .control import (
+    Adaptive,
+    Constant,
+    Controller,
+    ControlMemory,
+    CostModel,
+    Schedule,
+    machine_key,
+    read_costs,
+    save_costs,
+)
 from .drafters import (
     Auto,
     Cascade,
@@ -78,6 +88,7 @@ __all__ = [
     "known_strategies",
     "machine_key",
     "optimal_template",
+    "read_costs",
     "register_strategy",
     "save_costs",
     "speculative_generate",

@@ -559,8 +559,21 @@ def test_costs_between_points_lie_on_lines() -> None:
     costs = CostCurve(points).at(2, 150)
     assert costs.plain_seconds == pytest.approx(2 + 1.5)
     assert costs.verify_seconds == pytest.approx({1: 2.0, 3: 15.0})
-    assert CostCurve(points).at(1, 500).plain_seconds == pytest.approx(6.0)
-    assert bracket([1, 4, 8], 6) == (4, 8, 0.5) and bracket([3], 9) == (3, 3, 0.0)
+    assert bracket([1, 4, 8], 6) == (4, 8, 0.5) and bracket([3], 3) == (3, 3, 0.0)
+
+
+@pytest.mark.parametrize(("context", "nearest"), [(17.5, 24), (500, 152)])
+def test_costs_beyond_the_measured_contexts_are_those_of_the_nearest_and_can_be_saved(
+    context: float, nearest: int, tmp_path: Path
+) -> None:
+    """On a line through these points drafting would take less than no time at the shorter context."""
+    points = {
+        (1, length): StepCosts(1.0, {1: 1.0, 2: 1.2}, 0.1, overhead_seconds=overhead)
+        for length, overhead in ((24, 0.0), (152, 0.05))
+    }
+    costs = CostCurve(points).at(1, context)
+    assert costs == points[1, nearest]
+    length_plan.write_costs(str(tmp_path / "costs.json"), tiny(), costs)
 
 
 def test_drafting_is_a_line_that_never_falls_below_zero() -> None:

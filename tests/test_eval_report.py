@@ -7,14 +7,17 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from markdown_it import MarkdownIt
 
 from hf_specdec import SpecDecError
 from hf_specdec_eval.charts import charts, pooled, sweeps
 from hf_specdec_eval.page import token_texts
+from hf_specdec_eval.provenance import provenance
 from hf_specdec_eval.report import fastest, headline, write_report
 
 EVIL = '<script>alert("x")</script>|`_*$m$&amp;'
@@ -150,7 +153,7 @@ def make_results(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "date": "2030-01-02T03:04:05",
             "versions": {"torch": "9.8", "transformers": "7.6"},
             "commit": "abc1234",
-            "machine": {"cpu": "Some CPU", "cores": 2, "device": "cpu"},
+            "machine": {"cpu": "Some CPU", "threads": 2, "device": "cpu"},
             "model": "some/model",
             "dtype": "bfloat16",
             "seed": 17,
@@ -294,8 +297,15 @@ def test_markdown_and_page_have_the_same_tables(page: str, text: str) -> None:
 
 
 def test_says_what_was_run(text: str) -> None:
-    for fact in ("some/model", "bfloat16", "Some CPU", "2030-01-02", "abc1234", "torch 9.8", "| 17, 1 |", "0.4%"):
+    machine = "Some CPU, threads 2"
+    for fact in ("some/model", "bfloat16", machine, "2030-01-02", "abc1234", "torch 9.8", "| 17, 1 |", "0.4%"):
         assert fact in text
+
+
+def test_the_threads_of_a_machine_are_not_called_its_cores() -> None:
+    model: Any = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    machine = provenance("some/model", model, 1)["machine"]
+    assert machine["threads"] == torch.get_num_threads() and "cores" not in machine
 
 
 def test_task_table(results: dict[str, Any], text: str) -> None:

@@ -4,6 +4,7 @@ Real calls of tiny models, whose seconds are replaced by given ones where someth
 """
 
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,16 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import hf_specdec
-from hf_specdec import SpecDecConfig, SpecDecError
+from hf_specdec import CostModel, SpecDecConfig, SpecDecError, save_costs
 from hf_specdec import config as settings
 from hf_specdec.cli import app
 from hf_specdec_eval import commands, strategy_plan, trials
 from hf_specdec_eval.bench import Unit
 from hf_specdec_eval.config import RunConfig
 from hf_specdec_eval.length_plan import LengthPlan
+from hf_specdec_eval.measure import Meter
 from hf_specdec_eval.planning import Forecast, StepCosts
-from hf_specdec_eval.strategy_plan import default_candidates, plan_strategy, split
+from hf_specdec_eval.strategy_plan import default_candidates, load_units, plan_strategy, split
 from hf_specdec_eval.task import Sample
 
 folder = bench_tests.folder  # the fixture
@@ -161,6 +163,26 @@ def test_where_nothing_is_surely_faster_the_verdict_is_not_to_speculate(folder, 
     assert "Use " not in text and ("not shown to be slow" in text) is (planned.interval[1] > 1)
 
 
+@pytest.mark.parametrize("speed", [0.5, 2.0])
+def test_answers_of_one_token_leave_nothing_to_speculate_on(folder, clock, monkeypatch, speed: float) -> None:
+    clock(lambda label, unit: 1.0)
+    timed = trials.measured
+
+    def measured(*arguments: Any) -> Any:
+        for row in timed(*arguments):
+            for label, entry in row["methods"].items():
+                if label != "plain":
+                    entry["turns"][0]["seconds"] /= speed
+            yield row
+
+    monkeypatch.setattr(trials, "measured", measured)
+    console = quiet()
+    planned = plan_strategy(configuration(folder, "suffix", "prompt_lookup", max_new_tokens=1), console)
+    assert not planned.pays
+    assert planned.sentence.startswith("Do not use speculation here: answers have one token")
+    assert " ".join(console.export_text().split()) == planned.sentence
+
+
 def test_figures_explain_the_speed(folder, clock, no_forecast) -> None:
     """Decoding gains tokens per round times seconds of a plain step over those of a round."""
     clock(lambda label, unit: 1.5)
@@ -207,6 +229,22 @@ def test_a_length_that_a_forecast_prefers_is_measured_as_well(folder, clock, mon
     assert planned.call == (
         "assistant_strategy=SpecDecConfig(strategy='prompt_lookup', max_draft_tokens=3, schedule='constant')"
     )
+
+
+def test_a_generated_label_is_none_that_a_user_gave(folder, clock, monkeypatch) -> None:
+    clock(lambda label, unit: 2.0 if label == "prompt_lookup(3)#2" else 1.1)
+    forecasts = tuple(Forecast(each, 1.0, 1.0, 1.8 if each == 3 else 1.2) for each in range(17))
+    planned = LengthPlan(forecasts, 10), StepCosts(1.0, {1: 1.0})
+    monkeypatch.setattr(strategy_plan, "forecast_lengths", lambda *arguments: planned)
+    theirs = ("prompt_lookup(10)@suffix:max_draft_tokens=1", "prompt_lookup(3)@suffix:max_draft_tokens=2")
+    found = plan_strategy(configuration(folder, "prompt_lookup", *theirs), quiet())
+    lengths = {each.method.label: each.method.spec.config["max_draft_tokens"] for each in found.candidates}
+    assert lengths == {
+        "prompt_lookup": None, "prompt_lookup(10)#2": 10, "prompt_lookup(10)": 1, "prompt_lookup(3)": 2,
+        "prompt_lookup(3)#2": 3,
+    }  # fmt: skip
+    assert len(found.candidates) == 5
+    assert (found.chosen.method.label, found.config["max_draft_tokens"]) == ("prompt_lookup(3)#2", 3)
 
 
 def test_a_length_that_promises_no_more_is_not_measured(folder, clock, monkeypatch) -> None:
@@ -296,6 +334,29 @@ def test_prompts_that_plain_generate_fails_on_are_named_and_do_not_count(folder,
         plan_strategy(configuration(folder, "suffix:max_draft_tokens=3"), quiet())
 
 
+@pytest.mark.parametrize("part", [0, 1], ids=["chooses", "held out"])
+def test_a_first_prompt_that_is_too_long_is_left_out_as_any_other(folder, clock, monkeypatch, part: int) -> None:
+    clock(lambda label, unit: 1.5)
+    prompts: dict[str, Any] = {"tasks": ["builtin"], "task_files": [], "limit": 9, "max_new_tokens": 4}
+    config = configuration(folder, "suffix:max_draft_tokens=3", **prompts)
+    parts = split(load_units(config))
+    real, too_long = Meter.run, {parts[part][0].samples[0].turns[0]}
+
+    def run(self: Meter, method: Any, samples: Any, limit: Any) -> dict[str, Any]:
+        if samples[0].turns[0] in too_long:
+            return {"error": "IndexError: too long", "turns": [], "peak_memory_bytes": None}
+        return real(self, method, samples, limit)
+
+    monkeypatch.setattr(Meter, "run", run)
+    planned = plan_strategy(config, quiet())
+    left_out = f"plain failed on 1 of {len(parts[part])} calls (IndexError: too long), so they are left out."
+    assert planned.notes == (left_out,) and planned.pays
+    assert [planned.candidates[0].compared, planned.chosen.compared] == [3 - (part == 0), 6 - (part == 1)]
+    too_long.update(each.samples[0].turns[0] for own in parts for each in own)
+    with pytest.raises(SpecDecError, match=r"^plain cannot run here, nothing was measured\. IndexError: too long$"):
+        plan_strategy(config, quiet())
+
+
 def test_no_candidate_at_all_is_an_error_that_names_each(folder, monkeypatch) -> None:
     monkeypatch.setattr(bench_tests.FailsOnDogs, "token", make_tokenizer()(bench_tests.QUESTIONS[0])["input_ids"][0])
     with pytest.raises(SpecDecError, match=r"Nothing could be compared.*fails_on_dogs.*no dogs"):
@@ -317,7 +378,6 @@ def test_what_is_saved_is_loaded_and_generates_the_same_text(folder, tmp_path, c
     done = command(folder, "--strategy", spec, "--strategy", "prompt_lookup", "--save", str(file))
     assert done.exit_code == 0, done.output
     assert "Use mine(15) (up to 15 draft tokens" in done.stdout and f'assistant_strategy="{file}"' in done.stdout
-    assert file.read_text().startswith("# Chosen by hf-specdec plan: ")
     expected = SpecDecConfig("suffix", {"max_context": 8}, max_draft_tokens=15, schedule="constant")
     assert SpecDecConfig.from_file(file) == expected
     model = hf_specdec.enable(AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32))
@@ -326,6 +386,21 @@ def test_what_is_saved_is_loaded_and_generates_the_same_text(folder, tmp_path, c
     assert torch.equal(model.generate(**call), model.generate(**call, assistant_strategy=str(file)))
     again = ["generate", "--model", str(folder / "target"), "--strategy", str(file), "--prompt", "the cat"]
     assert CliRunner().invoke(app, [*again, "--max-new-tokens", "4"]).exit_code == 0
+
+
+def test_what_is_saved_has_no_defaults_and_says_what_it_was_measured_on(folder, tmp_path, clock, no_forecast) -> None:
+    clock(lambda label, unit: 1.5 if label == "auto" else 1.1)
+    file = tmp_path / "mine.yaml"
+    done = command(folder, "--strategy", "auto", "--save", str(file))
+    assert done.exit_code == 0, done.output
+    *comments, content = file.read_text().splitlines()
+    assert content == "strategy: auto"
+    facts = dict(each.removeprefix("# ").split(": ", 1) for each in comments)
+    assert datetime.fromisoformat(facts["Chosen by hf-specdec plan"]) <= datetime.now(timezone.utc)
+    assert facts["model"] == f"{folder / 'target'}, float32"
+    assert f"threads {torch.get_num_threads()}, device " in facts["machine"]
+    assert facts["prompts"] == "4 of questions, beside 2 that chose; 1 per call, at temperature 0"
+    assert "Use auto (" in done.stdout and f"{facts['figures']} on prompts like these." in done.stdout
 
 
 def test_nothing_is_saved_where_nothing_pays(folder, tmp_path, clock, no_forecast) -> None:
@@ -391,3 +466,22 @@ def test_a_whole_plan_with_its_costs(folder, tmp_path) -> None:
 def test_options_that_make_no_plan_are_refused(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(commands.plan_app, ["--model", "absent", *arguments], env={"COLUMNS": "300"})
     assert done.exit_code == 2 and message in done.output
+
+
+@pytest.mark.parametrize("mode", [[], ["--acceptance", "0.5"]], ids=["the whole answer", "a length table"])
+def test_files_that_cannot_be_written_or_added_to_are_refused_before_the_model_is_loaded(mode, tmp_path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    for name, content in (("list.json", "[]"), ("text.json", "no costs"), ("other.json", '{"format": "other"}')):
+        (tmp_path / name).write_text(content)
+    cases = [("--save-costs", "folder.yaml", "is a directory")]
+    cases += [("--save-costs", f"{name}.json", "file of costs") for name in ("list", "text", "other")]
+    for option, name, told in cases + ([] if mode else [("--save", "folder.yaml", "is a directory")]):
+        arguments = ["--model", "absent", "--strategy", "suffix", *mode, option, str(tmp_path / name)]
+        done = CliRunner().invoke(commands.plan_app, arguments, env={"COLUMNS": "300"})
+        assert done.exit_code == 2 and option in done.output and told in done.output, (name, done.output)
+
+
+def test_a_file_of_costs_is_taken(tmp_path) -> None:
+    save_costs(tmp_path / "costs.json", "elsewhere", CostModel.measured({1: 1.0}))
+    commands.check_places(None, str(tmp_path / "costs.json"))
+    commands.check_places(str(tmp_path / "new.yaml"), str(tmp_path / "new.json"))

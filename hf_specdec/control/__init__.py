@@ -2,7 +2,7 @@
 
 from .adaptive import Adaptive, AdaptiveController, ControlMemory
 from .base import SCHEDULES, Controller, Schedule, Scope, as_schedule
-from .cost import CostModel, load_costs, machine_key, save_costs
+from .cost import CostModel, load_costs, machine_key, read_costs, save_costs
 from .fixed import Constant, FixedController
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "as_schedule",
     "load_costs",
     "machine_key",
+    "read_costs",
     "save_costs",
 ]

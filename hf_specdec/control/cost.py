@@ -229,13 +229,13 @@ def machine_key(model: Any) -> str:
 
 def save_costs(path: str | os.PathLike[str], key: str, costs: CostModel) -> None:
     """Add costs to a JSON file, which may hold those of other machines and models."""
-    known = _read(path) if Path(path).exists() else {}
+    known = read_costs(path) if Path(path).exists() else {}
     write_whole(path, json.dumps({"format": _FILE_FORMAT, "costs": {**known, key: costs.to_dict()}}, indent=1))
 
 
 def load_costs(path: str | os.PathLike[str], key: str) -> CostModel:
     """The costs of this machine and model in a file that `save_costs` wrote. Raises `SpecDecError` without them."""
-    known = _read(path)
+    known = read_costs(path)
     if key not in known:
         raise SpecDecError(
             f"{os.fspath(path)} holds the costs of {'; '.join(known) or 'nothing'}, not those of {key}. Measure them "
@@ -244,7 +244,8 @@ def load_costs(path: str | os.PathLike[str], key: str) -> CostModel:
     return CostModel.from_dict(known[key])
 
 
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_costs(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file of `save_costs` holds, by machine and model. Raises `SpecDecError` for any other file."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         if content["format"] != _FILE_FORMAT:
