@@ -14,7 +14,7 @@ from text_models import LAYERS, PROMPT, make_tokenizer, save_models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_specdec import SpecDecError, demo, demo_model
+from hf_specdec import SpecDecConfig, SpecDecError, demo, demo_model
 from hf_specdec.cli import ColourStreamer, app, build_config, parse_options
 from hf_specdec.demo_prompts import PROMPTS
 from hf_specdec.drafters.base import known_strategies
@@ -56,6 +56,11 @@ def text_of(result: Any) -> str:
     return result.stdout[: result.stdout.index(table)]
 
 
+def cells(result: Any) -> list[str]:
+    """The row of a successful call's table."""
+    return [cell.strip() for cell in result.stdout.splitlines()[-2].strip("│\n ").split("│")]
+
+
 def assert_refused(result: Any, *parts: str) -> None:
     """One line on stderr with these parts, status 2, no traceback."""
     assert result.exit_code == 2
@@ -85,6 +90,26 @@ def test_generate_prints_the_text_of_plain_generate(run: Run, strategy: str, sam
     assert text_of(run("--strategy", strategy, *sampling)) == plain
 
 
+def test_auto_is_the_default(run: Run) -> None:
+    result = run()
+    assert text_of(result) == text_of(run("--strategy", "none"))
+    assert "auto, verifier exact" in result.stdout
+
+
+def test_schedule_and_size_of_drafts_reach_the_config() -> None:
+    given = {"schedule": "constant", "max_draft_tokens": 0, "max_width": 1, "max_depth": 2, "verifier": None}
+    config = build_config(None, None, {}, given)
+    assert config == SpecDecConfig("auto", schedule="constant", max_draft_tokens=0, max_width=1, max_depth=2)
+
+
+def test_the_options_of_size_bound_the_drafts(run: Run, saved: Path) -> None:
+    target_drafts = ("--draft-model", saved / "target", "--schedule", "constant", "--max-draft-tokens", 6)
+    deep, flat = run(*target_drafts, "--max-width", 1), run(*target_drafts, "--max-width", 2, "--max-depth", 1)
+    assert text_of(deep) == text_of(flat) == text_of(run("--strategy", "none"))
+    per_forward = [float(cells(result)[2]) for result in (deep, flat)]
+    assert per_forward[0] > 2 >= per_forward[1]
+
+
 def test_a_draft_model_implies_its_strategy(run: Run, saved: Path) -> None:
     result = run("--draft-model", saved / "draft", "--max-draft-tokens", 3)
     assert text_of(result) == text_of(run("--strategy", "none"))
@@ -106,6 +131,9 @@ def test_a_file_holds_a_whole_strategy(run: Run, tmp_path: Path) -> None:
         ("--verifier", "exact"),
         ("--verifier-option", "threshold=1"),
         ("--max-draft-tokens", "0"),
+        ("--schedule", "constant"),
+        ("--max-width", "1"),
+        ("--max-depth", "2"),
     ],
     ids=" ".join,
 )
@@ -113,6 +141,7 @@ def test_what_a_file_says_is_not_said_beside_it(run: Run, tmp_path: Path, argume
     (tmp_path / "mine.yaml").write_text("strategy: suffix\n")
     flag = {"-o": "--option"}.get(arguments[0], arguments[0])
     assert_refused(run("--strategy", tmp_path / "mine.yaml", *arguments), f"Error: {flag} ", "mine.yaml")
+    assert_refused(run("--strategy", "none", *arguments), f"Error: {flag} ", "plain generate")
 
 
 def test_a_file_that_is_not_there_is_one_line_and_status_2(run: Run, tmp_path: Path) -> None:
@@ -122,8 +151,7 @@ def test_a_file_that_is_not_there_is_one_line_and_status_2(run: Run, tmp_path: P
 @pytest.mark.usefixtures("constant_schedule")
 def test_the_table_counts_what_the_target_as_its_own_draft_saves(run: Run, saved: Path) -> None:
     result = run("--draft-model", saved / "target", "--max-draft-tokens", 3)
-    row = [cell.strip() for cell in result.stdout.splitlines()[-2].strip("│\n ").split("│")]
-    tokens, _, per_forward, _, drafted, accepted = row
+    tokens, _, per_forward, _, drafted, accepted = cells(result)
     assert tokens == "12"
     assert float(per_forward) > 2
     assert accepted.split()[0] == drafted
@@ -163,6 +191,8 @@ def test_chat_template_is_the_default_where_there_is_one(run: Run, saved: Path) 
         (["--chat"], ["chat template", "--no-chat"]),
         (["--system", "be brief"], ["chat template"]),
         (["--max-draft-tokens", "-1"], ["max_draft_tokens=-1"]),
+        (["--max-width", "0"], ["max_width=0"]),
+        (["--schedule", "adaptiv"], ["'adaptiv'", "Did you mean 'adaptive'?"]),
     ],
 )
 def test_a_refused_request_is_one_line_and_status_2(run: Run, arguments: list[str], parts: list[str]) -> None:
@@ -199,7 +229,7 @@ def test_options_are_json_or_text() -> None:
 
 
 def test_none_is_plain_generate() -> None:
-    assert build_config("none", None, {}, "exact", None) is None
+    assert build_config("none", None, {}, {"verifier": None, "verifier_options": {}}) is None
 
 
 def stream(tokenizer: PreTrainedTokenizerFast, text: str, rounds: list[tuple[int, int]], colour: bool) -> str:
