@@ -140,7 +140,7 @@ def build_config(
         given |= {FLAGS.get(field, f"--{field.replace('_', '-')}"): value for field, value in settings.items()}
         for flag, value in given.items():
             if value is not None and name == PLAIN:
-                raise SpecDecError(f"{flag} does not go with --strategy {PLAIN}, which is plain generate; leave it out.")
+                raise SpecDecError(f"{flag} does not go with --strategy {PLAIN}, plain generate; leave it out.")
             if value is not None:
                 raise SpecDecError(f"{flag} and the file {name!r} would both say it; write it into the file.")
         return None if name == PLAIN else SpecDecConfig.from_file(name)
@@ -331,27 +331,28 @@ def pass_on(context: typer.Context, name: str) -> None:
     except ModuleNotFoundError as error:
         with clean_errors():
             raise SpecDecError(
-                f"hf-specdec {name} needs {error.name}, which comes with the extra `bench`: "
-                "pip install 'hf-specdec[bench]', or '.[bench]' in a checkout."
+                f"hf-specdec {name} needs {error.name}, even for --help. It comes with the extra `bench`; in a "
+                'checkout: .venv/bin/pip install -e ".[bench]" (or pip install ".[bench]" into an environment of your '
+                "own)."
             ) from None
     COMMANDS[name](context.args, prog_name=f"hf-specdec {name}")
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def bench(context: typer.Context) -> None:
-    """Measure strategies on tasks: speed, acceptance, quality, identity."""
+    """Measure strategies on tasks: speed, acceptance, quality, identity (extra `bench`)."""
     pass_on(context, "bench")
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def verify(context: typer.Context) -> None:
-    """Check that a strategy gives the text, or the law, of plain generate on a model."""
+    """Check that a strategy gives the text, or the law, of plain generate on a model (extra `bench`)."""
     pass_on(context, "verify")
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def plan(context: typer.Context) -> None:
-    """Measure strategies on your prompts and tell which to use and what it gains, or not to speculate."""
+    """Measure strategies on your prompts; tell which to use and what it gains, or not to speculate (extra `bench`)."""
     pass_on(context, "plan")
 
 

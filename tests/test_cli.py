@@ -217,6 +217,15 @@ def test_the_module_runs_as_a_script() -> None:
     assert "suffix" in done.stdout
 
 
+def test_a_command_without_its_extra_says_how_to_install_it() -> None:
+    code = "import sys; sys.modules['matplotlib'] = None; from hf_specdec.cli import app; app(['bench', '--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith("Error: hf-specdec bench needs matplotlib")
+    assert '.venv/bin/pip install -e ".[bench]"' in line
+
+
 def test_options_are_json_or_text() -> None:
     assert parse_options(["a=4", "b=0.5", "c=true", "d=some/path", "e=[1, 2]", "f=x=y"]) == {
         "a": 4,
