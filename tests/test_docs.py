@@ -39,6 +39,20 @@ def test_the_fields_of_a_call_are_listed():
     assert sorted(name.strip("`") for row in rows for name in row.split(", ")) == sorted(fields | properties)
 
 
+def test_the_readme_says_what_transformers_says_without_enable():
+    (said,) = re.findall(r"transformers says\n``(.*?)``", (DOCS.parent / "README.md").read_text())
+    tokenizer = make_tokenizer()
+    model = make_model(len(tokenizer), seed=1)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        model.generate(**prompt(3), assistant_strategy="auto")
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        pipe("the cat sat on the", assistant_strategy="auto")
+    hf_specdec.enable(pipe.model)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    assert pipe("the cat sat on the", assistant_strategy="auto", **options) == pipe("the cat sat on the", **options)
+
+
 LAYERS = {"layer_skip": 30}
 """Of the tiny model, where an example names layers of the real one."""
 NUMBER = re.compile(r"\d+(\.\d+)?")
