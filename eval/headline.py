@@ -4,6 +4,16 @@ from typing import Any
 
 from rich.table import Table
 
+from .methods import STOCK_LOOKUP_TOKENS
+from .summary import FEWEST_UNITS
+
+STOCK = {
+    "stock_prompt_lookup": f"transformers' prompt lookup, generate(prompt_lookup_num_tokens={STOCK_LOOKUP_TOKENS})",
+    "stock_assistant": "transformers' assisted generation with the same draft model, generate(assistant_model=...)",
+    "plain_compiled": "plain generate with a static cache, compiled",
+}
+"""What the labels of baselines stand for; one of several draft models has its number behind."""
+
 
 def headline(results: dict[str, Any], output: str) -> dict[str, Any]:
     """Per task the fastest of our strategies and what it gains.
@@ -32,10 +42,20 @@ def headline(results: dict[str, Any], output: str) -> dict[str, Any]:
     return {"output": output, "tasks": tasks, "failures": len(results["failures"])}
 
 
-def tables(results: dict[str, Any]) -> list[Table]:
-    """One table per task and part, a row per method."""
-    made, sure = [], f"{results['confidence']:.0%} interval"
+def legend(results: dict[str, Any]) -> list[str]:
+    """A sentence for each kind of baseline in the tables."""
+    labels = [method["label"] for method in results["methods"] if method["kind"] != "ours"]
+    return [f"{name}: {what}." for name, what in STOCK.items() if any(label.startswith(name) for label in labels)]
+
+
+def tables(results: dict[str, Any]) -> list[Table | str]:
+    """One table per task and large enough part, a row per method; under them what the reader must know."""
+    made: list[Table | str] = []
+    sure, small = f"{results['confidence']:.0%} interval", []
     for each in results["tables"]:
+        if each["part"] != "all" and max(cell["prompts"] for cell in each["cells"].values()) < FEWEST_UNITS:
+            small.append(f"{each['task']}, {each['part']}")
+            continue
         table = Table(title=f"{each['task']}, {each['part']}")
         table.add_column("method", no_wrap=True)
         for name in ("tokens/s", "speed-up", sure, "tokens per forward", "identical"):
@@ -51,7 +71,9 @@ def tables(results: dict[str, Any]) -> list[Table]:
                 f"{same['identical']} of {same['compared']}" if same and each["part"] == "all" else "",
             )
         made.append(table)
-    return made
+    if small:
+        made.append(f"In the reports only, with fewer than {FEWEST_UNITS} prompts each: {'; '.join(small)}.")
+    return [*made, *legend(results)]
 
 
 def _same(results: dict[str, Any], label: str, task: str) -> dict[str, int] | None:

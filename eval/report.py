@@ -15,6 +15,7 @@ from hf_specdec import SpecDecError
 
 from .charts import charts
 from .config import PLAIN
+from .headline import legend
 from .page import Grid, render_page, token_texts
 from .rows import write_atomically
 from .summary import FEWEST_UNITS
@@ -230,6 +231,7 @@ def _task_grid(results: dict[str, Any], task: str) -> Grid:
     notes = [
         f"Speed-up: total tokens over total seconds, method over plain, on the units both finished, with the "
         f"{results['confidence']:.0%} interval over prompts. tokens/s: in brackets the spread over repeats.",
+        *legend(results),
         *(f"{entry['metric']}: {entry['note']}" for entry in quality if entry.get("note")),
     ]
     return Grid(task, columns, rows, notes, best)

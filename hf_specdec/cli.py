@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from .config import FILE_ENDINGS, SpecDecConfig
+from .control import SCHEDULES
 from .drafters.base import known_strategies
 from .errors import SpecDecError
 from .mixin import enable
@@ -35,7 +36,10 @@ app = typer.Typer(
 )
 
 PLAIN = "none"
+DEFAULT_STRATEGY = "auto"
 DEFAULT_VERIFIER = "exact"
+FLAGS = {"verifier_options": "--verifier-option"}
+"""Of fields of `SpecDecConfig` whose option has another name."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ACCEPTED_STYLE = "bold green"
 
@@ -120,46 +124,37 @@ def parse_options(pairs: list[str], flag: str = "--option") -> dict[str, Any]:
 
 
 def build_config(
-    strategy: str | None,
-    draft_model: str | None,
-    options: dict[str, Any],
-    verifier: str | None,
-    max_draft_tokens: int | None,
-    verifier_options: dict[str, Any] | None = None,
+    strategy: str | None, draft_model: str | None, options: dict[str, Any], settings: dict[str, Any]
 ) -> SpecDecConfig | None:
-    """The request that the command line stands for; None for plain `generate`."""
-    name = strategy or ("draft_model" if draft_model else "suffix")
-    if name.endswith(FILE_ENDINGS):
-        given = {
-            "--draft-model": draft_model,
-            "--option": options or None,
-            "--verifier": verifier,
-            "--verifier-option": verifier_options or None,
-            "--max-draft-tokens": max_draft_tokens,
-        }
+    """The request that the command line stands for; None for plain `generate`.
+
+    Args:
+        strategy: a name, a file, "none", or None for the default.
+        options: settings of the strategy.
+        settings: other fields of `SpecDecConfig`; None or {} where not given.
+    """
+    name = strategy or ("draft_model" if draft_model else DEFAULT_STRATEGY)
+    settings = {field: value for field, value in settings.items() if value is not None and value != {}}
+    if name == PLAIN or name.endswith(FILE_ENDINGS):
+        given = {"--draft-model": draft_model, "--option": options or None}
+        given |= {FLAGS.get(field, f"--{field.replace('_', '-')}"): value for field, value in settings.items()}
         for flag, value in given.items():
+            if value is not None and name == PLAIN:
+                raise SpecDecError(f"{flag} does not go with --strategy {PLAIN}, plain generate; leave it out.")
             if value is not None:
                 raise SpecDecError(f"{flag} and the file {name!r} would both say it; write it into the file.")
-        return SpecDecConfig.from_file(name)
+        return None if name == PLAIN else SpecDecConfig.from_file(name)
     if draft_model is not None:
         if name != "draft_model":
             raise SpecDecError(f"--draft-model goes with --strategy draft_model, not with {name!r}.")
         options = {**options, "model": draft_model}
-    if name == PLAIN:
-        return None
     if name in (known := known_strategies()):
         for field in dataclasses.fields(known[name]):
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if required and field.name not in options:
                 flag = "--draft-model NAME" if field.name == "model" else f"--option {field.name}=VALUE"
                 raise SpecDecError(f"Strategy {name!r} needs {known[name].needs}; give {flag}.")
-    return SpecDecConfig(
-        strategy=name,
-        strategy_options=options,
-        verifier=DEFAULT_VERIFIER if verifier is None else verifier,
-        verifier_options=verifier_options or {},
-        max_draft_tokens=max_draft_tokens,
-    )
+    return SpecDecConfig(strategy=name, strategy_options=options, **settings)
 
 
 def load(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -222,28 +217,45 @@ def summary(tokens: int, seconds: float, stats: SpeculationStats | None) -> Tabl
     return table
 
 
+Strategy = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Draft strategy (see `hf-specdec strategies`), a YAML or JSON file of one, or '{PLAIN}'. "
+        f"Default: {DEFAULT_STRATEGY}; draft_model where --draft-model is given."
+    ),
+]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", "-o", help="A setting of the strategy, NAME=VALUE; repeatable.")
+]
+VerifierName = Annotated[
+    str | None, typer.Option(help=f"Acceptance rule: {', '.join(VERIFIERS)}. Default: {DEFAULT_VERIFIER}.")
+]
+VerifierOptions = Annotated[
+    list[str] | None, typer.Option(help="A setting of the acceptance rule, NAME=VALUE; repeatable.")
+]
+ScheduleName = Annotated[
+    str | None,
+    typer.Option(
+        help=f"How much each round drafts: {', '.join(sorted(SCHEDULES))}. Default: adaptive where the text does not "
+        "depend on it."
+    ),
+]
+MaxWidth = Annotated[int | None, typer.Option(help="Most draft tokens at one place of the text; 1 drafts chains.")]
+
+
 @app.command()
 def generate(
     model: Annotated[str, typer.Option(help="Target model: a name on the hub or a directory.")],
     prompt: Annotated[str, typer.Option(help="The prompt; '-' reads it from standard input.")],
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Draft strategy (see `hf-specdec strategies`), a YAML or JSON file of one, or '{PLAIN}'. "
-            "Default: suffix."
-        ),
-    ] = None,
+    strategy: Strategy = None,
     draft_model: Annotated[str | None, typer.Option(help="Draft model of strategy draft_model.")] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="A setting of the strategy, NAME=VALUE; repeatable.")
-    ] = None,
-    verifier: Annotated[
-        str | None, typer.Option(help=f"Acceptance rule: {', '.join(VERIFIERS)}. Default: {DEFAULT_VERIFIER}.")
-    ] = None,
-    verifier_option: Annotated[
-        list[str] | None, typer.Option(help="A setting of the acceptance rule, NAME=VALUE; repeatable.")
-    ] = None,
-    max_draft_tokens: Annotated[int | None, typer.Option(help="Longest draft per round.")] = None,
+    option: Options = None,
+    verifier: VerifierName = None,
+    verifier_option: VerifierOptions = None,
+    schedule: ScheduleName = None,
+    max_draft_tokens: Annotated[int | None, typer.Option(help="Most draft tokens per round.")] = None,
+    max_width: MaxWidth = None,
+    max_depth: Annotated[int | None, typer.Option(help="Longest path of a draft.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="Sample at this temperature; else greedy.")
@@ -257,8 +269,11 @@ def generate(
     """Generate text; accepted draft tokens are green."""
     console = stdout()
     with clean_errors():
-        settings = parse_options(verifier_option or [], "--verifier-option")
-        config = build_config(strategy, draft_model, parse_options(option or []), verifier, max_draft_tokens, settings)
+        settings = {
+            "verifier": verifier, "verifier_options": parse_options(verifier_option or [], "--verifier-option"),
+            "schedule": schedule, "max_draft_tokens": max_draft_tokens, "max_width": max_width, "max_depth": max_depth,
+        }  # fmt: skip
+        config = build_config(strategy, draft_model, parse_options(option or []), settings)
         with stderr().status(f"Loading {model} ..."):
             target, tokenizer = load(model, dtype, device)
         text = sys.stdin.read() if prompt == "-" else prompt
@@ -316,27 +331,28 @@ def pass_on(context: typer.Context, name: str) -> None:
     except ModuleNotFoundError as error:
         with clean_errors():
             raise SpecDecError(
-                f"hf-specdec {name} needs {error.name}, which comes with the extra `bench`: "
-                "pip install 'hf-specdec[bench]', or '.[bench]' in a checkout."
+                f"hf-specdec {name} needs {error.name}, even for --help. It comes with the extra `bench`; in a "
+                'checkout: .venv/bin/pip install -e ".[bench]" (or pip install ".[bench]" into an environment of your '
+                "own)."
             ) from None
     COMMANDS[name](context.args, prog_name=f"hf-specdec {name}")
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def bench(context: typer.Context) -> None:
-    """Measure strategies on tasks: speed, acceptance, quality, identity."""
+    """Measure strategies on tasks: speed, acceptance, quality, identity (extra `bench`)."""
     pass_on(context, "bench")
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def verify(context: typer.Context) -> None:
-    """Check that a strategy gives the text, or the law, of plain generate on a model."""
+    """Check that a strategy gives the text, or the law, of plain generate on a model (extra `bench`)."""
     pass_on(context, "verify")
 
 
 @app.command(context_settings=PASSED_ON, add_help_option=False)
 def plan(context: typer.Context) -> None:
-    """Measure strategies on your prompts and tell which to use and what it gains, or not to speculate."""
+    """Measure strategies on your prompts; tell which to use and what it gains, or not to speculate (extra `bench`)."""
     pass_on(context, "plan")
 
 

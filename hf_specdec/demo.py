@@ -20,14 +20,11 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .cli import encode, load, stderr, stdout
-from .config import SpecDecConfig
-from .demo_model import MODEL_NAME, first_layers, smollm2_directory
+from .demo_model import MODEL_NAME, smollm2_directory
 from .demo_prompts import PROMPTS
-from .drafters import DraftModel
 
-DRAFT_LAYERS = 4
-DRAFT_TOKENS = 2
-BRIEF_PROMPTS = 4
+FEWEST_PROMPTS = 4
+"""With fewer, the figures are those of a few seconds of one machine."""
 TABLE_STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "title_justify": "left"}
 STOCK_LOOKUP_TOKENS = 10
 
@@ -44,25 +41,21 @@ class Method:
     Args:
         options: keywords of `generate`.
         ours: its texts must agree with plain `generate`'s.
-        brief: measured on the first `BRIEF_PROMPTS` prompts of the first repeat only.
     """
 
     name: str
     options: dict[str, Any]
     ours: bool = True
-    brief: bool = False
 
 
-def methods(target: PreTrainedModel) -> list[Method]:
-    """What is compared; the first one is the baseline."""
-    draft = SpecDecConfig(strategy=DraftModel(first_layers(target, DRAFT_LAYERS)), max_draft_tokens=DRAFT_TOKENS)
-    return [
-        Method("plain generate", {}, ours=False),
-        Method("stock prompt lookup", {"prompt_lookup_num_tokens": STOCK_LOOKUP_TOKENS}, ours=False),
-        Method("prompt_lookup", {"assistant_strategy": "prompt_lookup"}),
-        Method("suffix", {"assistant_strategy": "suffix"}),
-        Method("draft_model", {"assistant_strategy": draft}, brief=True),
-    ]
+METHODS = (
+    Method("plain generate", {}, ours=False),
+    Method("stock prompt lookup", {"prompt_lookup_num_tokens": STOCK_LOOKUP_TOKENS}, ours=False),
+    Method("prompt_lookup", {"assistant_strategy": "prompt_lookup"}),
+    Method("suffix", {"assistant_strategy": "suffix"}),
+    Method("auto", {"assistant_strategy": "auto"}),
+)
+"""What is compared; the first one is the baseline."""
 
 
 @dataclass
@@ -95,15 +88,14 @@ class Agreement:
 
 
 class Bench:
-    """The measurement: `samples[prompt][place]` is what the method at `place` did; place 0 is plain `generate`."""
+    """The measurement: `samples[prompt][place]` is what `METHODS[place]` did."""
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int):
         self.target = target
-        self.methods = methods(target)
         prompts = [encode(tokenizer, prompt.text, None, None) for prompt in PROMPTS]
         self.inputs = [{name: value.to(target.device) for name, value in each.items()} for each in prompts]
         self.max_new_tokens = max_new_tokens
-        self.samples: list[dict[int, Sample]] = []
+        self.samples: list[list[Sample]] = []
         self._forwards = 0
         target.register_forward_pre_hook(self._count_forward)
 
@@ -134,8 +126,8 @@ class Bench:
         seconds: dict[int, float] = {}
         for threads in (1, torch.get_num_threads()):
             torch.set_num_threads(threads)
-            self.generate(0, self.methods[0], max_new_tokens=2)
-            seconds[threads] = self.generate(0, self.methods[0], max_new_tokens=8).seconds[0]
+            self.generate(0, METHODS[0], max_new_tokens=2)
+            seconds[threads] = self.generate(0, METHODS[0], max_new_tokens=8).seconds[0]
         torch.set_num_threads(min(seconds, key=lambda threads: seconds[threads]))
 
     def run(self, repeats: int, deadline: float) -> None:
@@ -143,13 +135,13 @@ class Bench:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         longest = 0.0
         with Progress(*columns, console=stderr()) as progress:
-            warm_up = progress.add_task("warm-up", total=len(self.methods))
-            for method in self.methods:
+            warm_up = progress.add_task("warm-up", total=len(METHODS))
+            for method in METHODS:
                 self.generate(0, method, max_new_tokens=16)
                 progress.advance(warm_up)
-            runs = [self._places(index) for index in range(repeats * len(PROMPTS))]
-            task = progress.add_task("", total=sum(map(len, runs)))
-            for index in range(len(runs)):
+            runs = repeats * len(PROMPTS)
+            task = progress.add_task("", total=runs * len(METHODS))
+            for index in range(runs):
                 started = time.perf_counter()
                 if index and started + longest > deadline:
                     progress.update(task, description="time is up")
@@ -157,22 +149,17 @@ class Bench:
                 self._measure(index, progress, task)
                 longest = max(longest, time.perf_counter() - started)
 
-    def _places(self, index: int) -> list[int]:
-        """The methods to measure, in order; which one begins changes from prompt to prompt."""
-        order = [(turn + index) % len(self.methods) for turn in range(len(self.methods))]
-        return [place for place in order if index < BRIEF_PROMPTS or not self.methods[place].brief]
-
     def _measure(self, index: int, progress: Progress, task: Any) -> None:
-        """The methods in turn on prompt `index % len(PROMPTS)`."""
+        """The methods in turn on prompt `index % len(PROMPTS)`; which one begins changes from prompt to prompt."""
         repeat, prompt = divmod(index, len(PROMPTS))
         new: dict[int, Sample] = {}
-        for place in self._places(index):
-            name = self.methods[place].name
-            progress.update(task, description=f"repeat {repeat + 1}, {PROMPTS[prompt].kind}: {name}")
-            new[place] = self.generate(prompt, self.methods[place])
+        for turn in range(len(METHODS)):
+            place = (turn + index) % len(METHODS)
+            progress.update(task, description=f"repeat {repeat + 1}, {PROMPTS[prompt].kind}: {METHODS[place].name}")
+            new[place] = self.generate(prompt, METHODS[place])
             progress.advance(task)
         if repeat == 0:
-            self.samples.append(new)
+            self.samples.append([new[place] for place in range(len(METHODS))])
         else:
             for place, sample in new.items():
                 self.samples[prompt][place].seconds += sample.seconds
@@ -193,8 +180,8 @@ class Bench:
         return Agreement(abs(float(logits[expected] - logits[got])))
 
     def pairs(self, place: int) -> list[tuple[Sample, Sample]]:
-        """A method's sample and plain `generate`'s, of each prompt that the method was measured on."""
-        return [(samples[place], samples[0]) for samples in self.samples if place in samples]
+        """A method's sample and plain `generate`'s, of each prompt."""
+        return [(samples[place], samples[0]) for samples in self.samples]
 
     def repeat_speedups(self, place: int) -> list[float]:
         """Speed-up of each repeat, over the prompts that all of them have; a repeat of few prompts does not count."""
@@ -222,11 +209,10 @@ def _range(values: Sequence[float]) -> str:
 def prompt_table(bench: Bench) -> Table:
     """Speed-up over plain `generate` by prompt and method."""
     table = Table("prompt", title="Speed-up by prompt", **TABLE_STYLE)
-    for method in bench.methods[1:]:
+    for method in METHODS[1:]:
         table.add_column(method.name.replace(" ", "\n", 1).replace("_", "_\n"), justify="right")
     for prompt, samples in zip(PROMPTS, bench.samples):
-        rates = [samples[place].rate() if place in samples else None for place in range(1, len(bench.methods))]
-        cells = ["" if rate is None else f"{rate / samples[0].rate():.2f}x" for rate in rates]
+        cells = [f"{sample.rate() / samples[0].rate():.2f}x" for sample in samples[1:]]
         table.add_row(shorten(f"{prompt.kind}: {prompt.text.splitlines()[0]}", 36, placeholder=" ..."), *cells)
     return table
 
@@ -236,10 +222,9 @@ def method_table(bench: Bench, agreements: dict[int, list[Agreement]]) -> Table:
     table = Table("method", title="All prompts", **TABLE_STYLE)
     for name in ("tokens\n/s", "speed-\nup", "over\nrepeats", "over\nprompts", "tokens\n/forward", "same\ntext"):
         table.add_column(name, justify="right")
-    for place, method in enumerate(bench.methods):
+    for place, method in enumerate(METHODS):
         pairs = bench.pairs(place)
         column = [sample for sample, _ in pairs]
-        same = sum(text.gap is None for text in agreements[place])
         table.add_row(
             f"ours: {method.name}" if method.ours else method.name,
             f"{_rate(column):.1f}",
@@ -247,9 +232,17 @@ def method_table(bench: Bench, agreements: dict[int, list[Agreement]]) -> Table:
             _range(bench.repeat_speedups(place)) if place else "",
             _range([_speedup([pair]) for pair in pairs]) if place else "",
             f"{sum(len(each.tokens) for each in column) / sum(each.forwards for each in column):.2f}",
-            f"{same}/{len(pairs)}" if place else "",
+            _texts(agreements[place], bench.target.dtype) if place else "",
         )
     return table
+
+
+def _texts(agreements: Sequence[Agreement], dtype: torch.dtype) -> str:
+    """How many texts are plain `generate`'s, how many part from it at a near-tie, and how many elsewhere."""
+    same = sum(text.gap is None for text in agreements)
+    near = sum(text.allowed(dtype) for text in agreements) - same
+    counts = {"near-tie" if near == 1 else "near-ties": near, "elsewhere": len(agreements) - same - near}
+    return ", ".join([f"{same}", *(f"{count} {where}" for where, count in counts.items() if count)])
 
 
 def run_demo(
@@ -277,8 +270,8 @@ def run_demo(
     )
     bench.run(repeats, started + seconds)
     agreements = {
-        place: [bench.agreement(prompt, place) for prompt, samples in enumerate(bench.samples) if place in samples]
-        for place in range(len(bench.methods))
+        place: [bench.agreement(prompt, place) for prompt in range(len(bench.samples))]
+        for place in range(len(METHODS))
     }
     console.print(prompt_table(bench))
     console.print(method_table(bench, agreements))
@@ -286,27 +279,34 @@ def run_demo(
     console.print(
         f"{len(counts)} of {len(PROMPTS)} prompts, {min(counts)} to {max(counts)} interleaved repeats, "
         f"{time.perf_counter() - started:.0f} s. Speed-up is in tokens per second, prefill included, at the median of "
-        "the repeats; the ranges are its smallest and largest value. draft_model drafts with the model's own first "
-        f"{DRAFT_LAYERS} layers, untrained, on {BRIEF_PROMPTS} prompts: it shows what a poor draft costs."
+        "the repeats; the ranges are its smallest and largest value. Same text: how many texts are plain generate's, "
+        "and how many part from it at a near-tie in the target's own logits."
     )
+    if len(counts) < FEWEST_PROMPTS:
+        console.print(
+            f"Only {len(counts)} of {len(PROMPTS)} prompts fitted into {seconds:.0f} s: this machine was too busy or "
+            "is too slow for these figures to mean much (--seconds gives more time).",
+            style="yellow",
+        )
     return report_agreement(bench, agreements)
 
 
 def report_agreement(bench: Bench, agreements: dict[int, list[Agreement]]) -> bool:
     """Print how the texts compare with plain `generate`'s. True when each is identical or parts at a near-tie."""
     console, dtype = stdout(), bench.target.dtype
-    ours = [text for place, texts in agreements.items() if bench.methods[place].ours for text in texts]
-    stock = [text for place, texts in agreements.items() if not bench.methods[place].ours for text in texts]
+    ours = [text for place, texts in agreements.items() if METHODS[place].ours for text in texts]
+    stock = [text for place, texts in agreements.items() if not METHODS[place].ours for text in texts]
     parted = [text.gap for text in ours if text.gap is not None]
     if not parted:
         console.print(f"All {len(ours)} texts of hf_specdec are those of plain generate.", style="green")
         return True
     if all(text.allowed(dtype) for text in ours):
         console.print(
-            f"{len(ours) - len(parted)} of {len(ours)} texts of hf_specdec are those of plain generate. The others "
-            f"part where two tokens' logits differ by at most {max(parted):.3f} (stock prompt lookup: "
-            f"{max(text.gap or 0.0 for text in stock):.3f}): {_name(dtype)} rounds a block of tokens differently from "
-            "single ones. Under --dtype float32 every text must be identical.",
+            f"{len(ours) - len(parted)} of {len(ours)} texts of hf_specdec are those of plain generate. The other "
+            f"{len(parted)} part at near-ties: there the target itself gives two tokens logits at most "
+            f"{max(parted):.3f} apart (stock prompt lookup: {max(text.gap or 0.0 for text in stock):.3f}), and "
+            f"{_name(dtype)} rounds a block of tokens differently from single ones. Under --dtype float32 every text "
+            "must be identical.",
             style="green",
         )
         return True

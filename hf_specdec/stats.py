@@ -182,6 +182,16 @@ class SpeculationStats:
         rounds = self.draft_seconds + self.verify_seconds + self.other_seconds
         return self.other_seconds / rounds if rounds else 0.0
 
+    def __str__(self) -> str:
+        """The call in one line; `repr` has everything."""
+        lossy = "" if self.lossless else f" (lossy: {self.verifier})"
+        accepted = f"{self.draft_acceptance_rate:.0%} of {self.num_draft_tokens} draft tokens accepted"
+        return (
+            f"{self.strategy}{lossy}: {self.num_emitted_tokens} tokens in {self.num_spec_steps} rounds "
+            f"({self.mean_acceptance_length:.2f} per round), {accepted if self.num_draft_tokens else 'none drafted'}, "
+            f"{self.total_seconds:.2f} s, {self.overhead_share:.0%} of the rounds' time outside the models"
+        )
+
     def note(self, reason: str) -> None:
         """Add a reason once."""
         if reason not in self.notes:

@@ -14,7 +14,7 @@ from text_models import LAYERS, PROMPT, make_tokenizer, save_models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_specdec import SpecDecError, demo, demo_model
+from hf_specdec import SpecDecConfig, SpecDecError, demo, demo_model
 from hf_specdec.cli import ColourStreamer, app, build_config, parse_options
 from hf_specdec.demo_prompts import PROMPTS
 from hf_specdec.drafters.base import known_strategies
@@ -56,6 +56,11 @@ def text_of(result: Any) -> str:
     return result.stdout[: result.stdout.index(table)]
 
 
+def cells(result: Any) -> list[str]:
+    """The row of a successful call's table."""
+    return [cell.strip() for cell in result.stdout.splitlines()[-2].strip("│\n ").split("│")]
+
+
 def assert_refused(result: Any, *parts: str) -> None:
     """One line on stderr with these parts, status 2, no traceback."""
     assert result.exit_code == 2
@@ -85,6 +90,26 @@ def test_generate_prints_the_text_of_plain_generate(run: Run, strategy: str, sam
     assert text_of(run("--strategy", strategy, *sampling)) == plain
 
 
+def test_auto_is_the_default(run: Run) -> None:
+    result = run()
+    assert text_of(result) == text_of(run("--strategy", "none"))
+    assert "auto, verifier exact" in result.stdout
+
+
+def test_schedule_and_size_of_drafts_reach_the_config() -> None:
+    given = {"schedule": "constant", "max_draft_tokens": 0, "max_width": 1, "max_depth": 2, "verifier": None}
+    config = build_config(None, None, {}, given)
+    assert config == SpecDecConfig("auto", schedule="constant", max_draft_tokens=0, max_width=1, max_depth=2)
+
+
+def test_the_options_of_size_bound_the_drafts(run: Run, saved: Path) -> None:
+    target_drafts = ("--draft-model", saved / "target", "--schedule", "constant", "--max-draft-tokens", 6)
+    deep, flat = run(*target_drafts, "--max-width", 1), run(*target_drafts, "--max-width", 2, "--max-depth", 1)
+    assert text_of(deep) == text_of(flat) == text_of(run("--strategy", "none"))
+    per_forward = [float(cells(result)[2]) for result in (deep, flat)]
+    assert per_forward[0] > 2 >= per_forward[1]
+
+
 def test_a_draft_model_implies_its_strategy(run: Run, saved: Path) -> None:
     result = run("--draft-model", saved / "draft", "--max-draft-tokens", 3)
     assert text_of(result) == text_of(run("--strategy", "none"))
@@ -106,6 +131,9 @@ def test_a_file_holds_a_whole_strategy(run: Run, tmp_path: Path) -> None:
         ("--verifier", "exact"),
         ("--verifier-option", "threshold=1"),
         ("--max-draft-tokens", "0"),
+        ("--schedule", "constant"),
+        ("--max-width", "1"),
+        ("--max-depth", "2"),
     ],
     ids=" ".join,
 )
@@ -113,6 +141,7 @@ def test_what_a_file_says_is_not_said_beside_it(run: Run, tmp_path: Path, argume
     (tmp_path / "mine.yaml").write_text("strategy: suffix\n")
     flag = {"-o": "--option"}.get(arguments[0], arguments[0])
     assert_refused(run("--strategy", tmp_path / "mine.yaml", *arguments), f"Error: {flag} ", "mine.yaml")
+    assert_refused(run("--strategy", "none", *arguments), f"Error: {flag} ", "plain generate")
 
 
 def test_a_file_that_is_not_there_is_one_line_and_status_2(run: Run, tmp_path: Path) -> None:
@@ -122,8 +151,7 @@ def test_a_file_that_is_not_there_is_one_line_and_status_2(run: Run, tmp_path: P
 @pytest.mark.usefixtures("constant_schedule")
 def test_the_table_counts_what_the_target_as_its_own_draft_saves(run: Run, saved: Path) -> None:
     result = run("--draft-model", saved / "target", "--max-draft-tokens", 3)
-    row = [cell.strip() for cell in result.stdout.splitlines()[-2].strip("│\n ").split("│")]
-    tokens, _, per_forward, _, drafted, accepted = row
+    tokens, _, per_forward, _, drafted, accepted = cells(result)
     assert tokens == "12"
     assert float(per_forward) > 2
     assert accepted.split()[0] == drafted
@@ -163,6 +191,8 @@ def test_chat_template_is_the_default_where_there_is_one(run: Run, saved: Path) 
         (["--chat"], ["chat template", "--no-chat"]),
         (["--system", "be brief"], ["chat template"]),
         (["--max-draft-tokens", "-1"], ["max_draft_tokens=-1"]),
+        (["--max-width", "0"], ["max_width=0"]),
+        (["--schedule", "adaptiv"], ["'adaptiv'", "Did you mean 'adaptive'?"]),
     ],
 )
 def test_a_refused_request_is_one_line_and_status_2(run: Run, arguments: list[str], parts: list[str]) -> None:
@@ -187,6 +217,15 @@ def test_the_module_runs_as_a_script() -> None:
     assert "suffix" in done.stdout
 
 
+def test_a_command_without_its_extra_says_how_to_install_it() -> None:
+    code = "import sys; sys.modules['matplotlib'] = None; from hf_specdec.cli import app; app(['bench', '--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert done.returncode == 2
+    assert "hf-specdec bench needs matplotlib" in line
+    assert '.venv/bin/pip install -e ".[bench]"' in line
+
+
 def test_options_are_json_or_text() -> None:
     assert parse_options(["a=4", "b=0.5", "c=true", "d=some/path", "e=[1, 2]", "f=x=y"]) == {
         "a": 4,
@@ -199,7 +238,7 @@ def test_options_are_json_or_text() -> None:
 
 
 def test_none_is_plain_generate() -> None:
-    assert build_config("none", None, {}, "exact", None) is None
+    assert build_config("none", None, {}, {"verifier": None, "verifier_options": {}}) is None
 
 
 def stream(tokenizer: PreTrainedTokenizerFast, text: str, rounds: list[tuple[int, int]], colour: bool) -> str:
@@ -240,9 +279,31 @@ def test_demo_measures_every_method_and_agrees_on_a_model_in_float32(saved: Path
     result = CliRunner().invoke(app, command, env={"COLUMNS": "100"})
     assert result.exit_code == 0, result.output
     assert f"{len(PROMPTS)} of {len(PROMPTS)} prompts" in result.stdout
-    assert (
-        f"All {2 * len(PROMPTS) + demo.BRIEF_PROMPTS} texts of hf_specdec are those of plain generate."
-        in result.stdout
+    assert f"All {3 * len(PROMPTS)} texts of hf_specdec are those of plain generate." in result.stdout
+    assert "too busy" not in result.stdout
+    row = next(line.split() for line in result.stdout.splitlines() if line.split()[:2] == ["ours:", "auto"])
+    assert row[-1] == f"{len(PROMPTS)}"
+
+
+def test_demo_on_a_machine_without_time_says_that_its_figures_mean_little(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.run_demo(str(saved / "target"), max_new_tokens=8, seconds=0.0)
+    assert f"Only 1 of {len(PROMPTS)} prompts fitted into 0 s" in " ".join(capsys.readouterr().out.split())
+
+
+def test_demo_says_how_many_texts_part_and_where(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = bench_of([[5, 6]] * 5, saved)
+    bench.target.to(torch.bfloat16)
+    gaps: list[list[float | None]] = [[None], [None, 0.5], [None, 0.25, 0.5], [0.25], [None, 0.5, 2.0]]
+    agreements = {place: [demo.Agreement(gap) for gap in found] for place, found in enumerate(gaps)}
+    table = demo.method_table(bench, agreements)
+    assert list(table.columns[-1].cells) == ["", "1, 1 near-tie", "1, 2 near-ties", "0, 1 near-tie", "1, 1 near-tie, 1 elsewhere"]
+    assert not demo.report_agreement(bench, agreements)
+    agreements[4].pop()
+    assert demo.report_agreement(bench, agreements)
+    assert "2 of 6 texts of hf_specdec are those of plain generate. The other 4 part at near-ties" in " ".join(
+        capsys.readouterr().out.split()
     )
 
 
@@ -250,7 +311,7 @@ def bench_of(texts: list[list[int]], saved: Path) -> demo.Bench:
     """A bench whose methods gave these texts on the first prompt."""
     target, tokenizer = demo.load(str(saved / "target"), "auto", "cpu")
     bench = demo.Bench(target, tokenizer, 8)
-    bench.samples = [{place: demo.Sample(text, len(text), [1.0]) for place, text in enumerate(texts)}]
+    bench.samples = [[demo.Sample(text, len(text), [1.0]) for text in texts]]
     return bench
 
 
@@ -272,11 +333,10 @@ def test_a_near_tie_is_allowed_in_half_precision_only() -> None:
 
 def test_speedups_over_repeats_use_the_same_prompts(saved: Path) -> None:
     bench = bench_of([[1] * 4] * 5, saved)
-    full = [demo.Sample([1] * 4, 4, seconds) for seconds in ([4.0, 2.0], [4.0, 2.0], [2.0, 2.0], [1.0, 1.0], [1.0])]
-    short = [demo.Sample([1] * 4, 4, [seconds]) for seconds in (8.0, 8.0, 1.0, 1.0)]
-    bench.samples = [dict(enumerate(full)), dict(enumerate(short))]
+    full = [demo.Sample([1] * 4, 4, seconds) for seconds in ([4.0, 2.0], [4.0, 2.0], [2.0, 2.0], [1.0, 1.0], [1.0, 2.0])]
+    short = [demo.Sample([1] * 4, 4, [seconds]) for seconds in (8.0, 8.0, 1.0, 1.0, 1.0)]
+    bench.samples = [full, short]
     assert bench.repeat_speedups(2) == [2.0, 1.0]  # the second repeat has the first prompt only
-    assert bench.repeat_speedups(4) == [4.0]  # one repeat, and nothing on the second prompt
 
 
 def test_first_layers_share_weights_and_leave_the_model_alone(saved: Path) -> None:

@@ -12,6 +12,7 @@ from text_models import CHAT_TEMPLATE, make_model, make_tokenizer
 
 import hf_specdec
 from hf_specdec.drafters import base
+from hf_specdec.stats import SpeculationStats
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -28,6 +29,28 @@ def test_the_strategy_of_the_architecture_page_drafts(monkeypatch):
     output = model.generate(**inputs, assistant_strategy=names["PhraseBook"](phrases), return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain)
     assert output.speculation.num_accepted_draft_tokens > 0
+
+
+def test_the_fields_of_a_call_are_listed():
+    section = (DOCS / "architecture.md").read_text().split("\n## What a call says")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    properties = {name for name, each in vars(SpeculationStats).items() if isinstance(each, property)}
+    fields = {each.name for each in dataclasses.fields(SpeculationStats)}
+    assert sorted(name.strip("`") for row in rows for name in row.split(", ")) == sorted(fields | properties)
+
+
+def test_the_readme_says_what_transformers_says_without_enable():
+    (said,) = re.findall(r"transformers says\n``(.*?)``", (DOCS.parent / "README.md").read_text())
+    tokenizer = make_tokenizer()
+    model = make_model(len(tokenizer), seed=1)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        model.generate(**prompt(3), assistant_strategy="auto")
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        pipe("the cat sat on the", assistant_strategy="auto")
+    hf_specdec.enable(pipe.model)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    assert pipe("the cat sat on the", assistant_strategy="auto", **options) == pipe("the cat sat on the", **options)
 
 
 LAYERS = {"layer_skip": 30}

@@ -16,6 +16,7 @@ from markdown_it import MarkdownIt
 
 from hf_specdec import SpecDecError
 from hf_specdec_eval.charts import charts, pooled, sweeps
+from hf_specdec_eval.headline import legend, tables
 from hf_specdec_eval.page import token_texts
 from hf_specdec_eval.provenance import provenance
 from hf_specdec_eval.report import fastest, headline, write_report
@@ -323,6 +324,26 @@ def test_task_table(results: dict[str, Any], text: str) -> None:
     assert any("0.250 (-0.250)" in line for line in slow)
     assert any(line[0] == "rewriting" for line in lines)
     assert "code was not run" in text
+
+
+def test_small_parts_are_in_the_report_and_not_on_screen(rows: list[dict[str, Any]], text: str) -> None:
+    """Of eight prompts in three parts no part has four; of twelve each has."""
+    small, large = (tables(make_results(each)) for each in (rows, make_rows(list(rows[0]["methods"]), units=12)))
+    assert [each.title for each in small if not isinstance(each, str)] == ["builtin, all", "gsm8k, all"]
+    assert "fewer than 4 prompts each: builtin, chat; builtin, rewriting; builtin, maths." in str(small[2])
+    titles = ["builtin, all", "builtin, chat", "builtin, rewriting", "builtin, maths", "gsm8k, all"]
+    assert [each.title for each in large if not isinstance(each, str)] == titles
+    assert [str(each) for each in large[len(titles) :]] == legend(make_results(rows))
+    assert {"chat", "rewriting", "maths"} <= {line[0] for line in rendered(text).lines}
+
+
+def test_baselines_are_explained_where_they_are(results: dict[str, Any], text: str) -> None:
+    (line,) = legend(results)
+    assert line.startswith("stock_prompt_lookup: transformers' prompt lookup, ")
+    assert line in rendered(text).text
+    assert legend(one_method(results, "suffix")) == []
+    several = {"methods": [method("stock_assistant_1"), method("stock_assistant_2")]}
+    assert len(legend(several)) == 1
 
 
 def test_failures_are_named_and_counted(text: str) -> None:

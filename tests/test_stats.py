@@ -62,6 +62,18 @@ def test_nothing_happened():
     assert stats.acceptance_by_depth == stats.acceptance_histogram == []
 
 
+def test_a_call_prints_as_one_line_and_represents_itself_in_full():
+    stats = counted()
+    stats.prefill_seconds, stats.verify_seconds, stats.other_seconds = 0.26, 0.9, 0.1
+    assert str(stats) == (
+        "suffix: 11 tokens in 4 rounds (2.50 per round), 55% of 11 draft tokens accepted, 1.26 s, "
+        "10% of the rounds' time outside the models"
+    )
+    assert "token_sources=[False, True" in repr(stats)
+    lossy = SpeculationStats("suffix", "typical", False, [RowStats()])
+    assert str(lossy).startswith("suffix (lossy: typical): 0 tokens in 0 rounds (1.00 per round), none drafted, 0.00 s")
+
+
 def test_a_reason_is_noted_once():
     stats = counted()
     for reason in ("one", "two", "one"):
