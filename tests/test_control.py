@@ -398,6 +398,28 @@ def test_lookups_that_pay_do_not_keep_a_draft_model_from_being_tried_again(every
     assert late > 200
 
 
+def test_a_draft_model_that_thinks_too_little_of_itself_is_found_out():
+    """Its drafts are right, but by its own estimates not worth a node where each costs half a forward."""
+    machine, control, seconds, tokens, rounds = Machine(0.5), controller(Machine(0.5)), 0.0, 0, 0
+    view = DecodeView.of_sequences([[0]])
+    control.start(100, 50.0)
+    for _ in range(400):
+        plan = control.plan(view, [10_000])
+        tree = tree_of([0.2**depth for depth in range(1, plan.depth + 1)], list(range(plan.depth)))
+        control._scope.drafter.forwards += plan.depth
+        tree = control.prune(view, tree) if plan.depth else tree
+        hits, drafting, took = tree.size - 1, plan.depth * machine.draft, machine.block(tree.size)
+        control.observe(
+            StepRecord(
+                plan=plan, rows=1, nodes=tree.size, context=1, drafted=[hits], reached=[hits], accepted=[hits],
+                paths=[list(range(1, hits + 1))], draft_forwards=plan.depth, draft_seconds=drafting,
+                verify_seconds=took, step_seconds=drafting + took,
+            )
+        )  # fmt: skip
+        seconds, tokens, rounds = seconds + drafting + took, tokens + hits + 1, rounds + (hits > 0)
+    assert rounds > 200 and tokens / seconds > 1.1
+
+
 def test_nothing_was_predicted_in_a_call_of_one_round():
     control = controller(Machine())
     assert run(Machine(), control, lambda count: 0.0, 1) == pytest.approx(1.0, abs=0.7)

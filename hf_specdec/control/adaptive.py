@@ -273,7 +273,9 @@ class AdaptiveController(Controller):
             tokens.append(expected)
             seconds.append(drafting + self._costs.block(rows * (2 + count)))
         if forwards:
-            count = self._best(tokens, seconds, rows)
+            count = max(self._best(tokens, seconds, rows), self._model_probes.now)
+            if not count:  # a draft that is not worth a look was as good as rejected
+                self._learned.model.chains.observe([0] * rows, [1] * rows)
         else:
             count = self._choose(tokens, seconds, rows, self._lookup_probes)
             gain = tokens[count] / rows - seconds[count] / self._costs.block(rows)
