@@ -219,7 +219,8 @@ def prompt_table(bench: Bench) -> Table:
 
 def method_table(bench: Bench, agreements: dict[int, list[Agreement]]) -> Table:
     """Rates, speed-ups with their spread, tokens per forward and agreement by method."""
-    table = Table("method", title="All prompts", **TABLE_STYLE)
+    table = Table(title="All prompts", **{**TABLE_STYLE, "padding": 0})
+    table.add_column("method", no_wrap=True)
     for name in ("tokens\n/s", "speed-\nup", "over\nrepeats", "over\nprompts", "tokens\n/forward", "same\ntext"):
         table.add_column(name, justify="right")
     for place, method in enumerate(METHODS):

@@ -298,7 +298,13 @@ def test_demo_says_how_many_texts_part_and_where(saved: Path, capsys: pytest.Cap
     gaps: list[list[float | None]] = [[None], [None, 0.5], [None, 0.25, 0.5], [0.25], [None, 0.5, 2.0]]
     agreements = {place: [demo.Agreement(gap) for gap in found] for place, found in enumerate(gaps)}
     table = demo.method_table(bench, agreements)
-    assert list(table.columns[-1].cells) == ["", "1, 1 near-tie", "1, 2 near-ties", "0, 1 near-tie", "1, 1 near-tie, 1 elsewhere"]
+    assert list(table.columns[-1].cells) == [
+        "",
+        "1, 1 near-tie",
+        "1, 2 near-ties",
+        "0, 1 near-tie",
+        "1, 1 near-tie, 1 elsewhere",
+    ]
     assert not demo.report_agreement(bench, agreements)
     agreements[4].pop()
     assert demo.report_agreement(bench, agreements)
@@ -333,7 +339,9 @@ def test_a_near_tie_is_allowed_in_half_precision_only() -> None:
 
 def test_speedups_over_repeats_use_the_same_prompts(saved: Path) -> None:
     bench = bench_of([[1] * 4] * 5, saved)
-    full = [demo.Sample([1] * 4, 4, seconds) for seconds in ([4.0, 2.0], [4.0, 2.0], [2.0, 2.0], [1.0, 1.0], [1.0, 2.0])]
+    full = [
+        demo.Sample([1] * 4, 4, seconds) for seconds in ([4.0, 2.0], [4.0, 2.0], [2.0, 2.0], [1.0, 1.0], [1.0, 2.0])
+    ]
     short = [demo.Sample([1] * 4, 4, [seconds]) for seconds in (8.0, 8.0, 1.0, 1.0, 1.0)]
     bench.samples = [full, short]
     assert bench.repeat_speedups(2) == [2.0, 1.0]  # the second repeat has the first prompt only

@@ -71,7 +71,9 @@ def test_a_call_prints_as_one_line_and_represents_itself_in_full():
     )
     assert "token_sources=[False, True" in repr(stats)
     lossy = SpeculationStats("suffix", "typical", False, [RowStats()])
-    assert str(lossy).startswith("suffix (lossy: typical): 0 tokens in 0 rounds (1.00 per round), none drafted, 0.00 s")
+    assert str(lossy).startswith(
+        "suffix (lossy: typical): 0 tokens in 0 rounds (1.00 per round), none drafted, 0.00 s"
+    )
 
 
 def test_a_reason_is_noted_once():
