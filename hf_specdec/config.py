@@ -107,12 +107,12 @@ class SpecDecConfig:
     def draft_tokens(self, rows: int = 1) -> int:
         """The longest draft of a round with `rows` rows.
 
-        A default is the strategy's times the schedule's `reach`, and shrinks so that a round has about 32 tokens times
-        that reach.
+        A default shrinks so that a round has about 32 tokens. Where the strategy's drafts cost by the token, a
+        schedule that sizes them may go beyond both by its `reach`.
         """
         if self.max_draft_tokens is not None:
             return self.max_draft_tokens
-        reach = self.bound_schedule.reach
+        reach = self.bound_schedule.reach if self.resolved.costs_by_token else 1
         return min(reach * (1 + self.resolved.default_draft_tokens), max(3, reach * ROUND_TOKENS // rows)) - 1
 
     def plan(self, rows: int = 1) -> Plan:

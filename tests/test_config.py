@@ -13,7 +13,7 @@ from conftest import prompt
 from oracle import Oracle
 
 from hf_specdec import SpecDecConfig, SpecDecError
-from hf_specdec.drafters import DraftModel, PromptLookup, Suffix
+from hf_specdec.drafters import DraftModel, LayerSkip, PromptLookup, Suffix
 
 CONFIGS = [
     SpecDecConfig(),
@@ -46,8 +46,7 @@ def test_frozen():
 def test_defaults():
     config = SpecDecConfig(strategy="suffix")
     assert (config.verifier, config.max_draft_tokens, config.schedule) == ("exact", None, None)
-    assert config.draft_tokens() + 1 == 2 * (Suffix.default_draft_tokens + 1)  # the adaptive schedule prunes
-    assert SpecDecConfig(strategy="suffix", schedule="constant").draft_tokens() == Suffix.default_draft_tokens
+    assert config.draft_tokens() == Suffix.default_draft_tokens
     assert SpecDecConfig(strategy="suffix", max_draft_tokens=0).draft_tokens() == 0
 
 
@@ -156,11 +155,13 @@ def test_a_strategy_object_is_kept():
 
 
 def test_a_default_length_shrinks_with_the_rows_of_a_round():
-    for schedule, tokens in (("constant", 32), ("adaptive", 64)):
-        config = SpecDecConfig(strategy="suffix", schedule=schedule)
+    model = LayerSkip(exit_layer=1)
+    for strategy, schedule, tokens in (("suffix", "adaptive", 32), (model, "constant", 32), (model, "adaptive", 64)):
+        config = SpecDecConfig(strategy=strategy, schedule=schedule)
         lengths = [config.draft_tokens(rows) for rows in (1, 2, 4, 8, 64)]
         assert lengths == sorted(lengths, reverse=True) and lengths[-1] == 2
         assert all(rows * (1 + config.draft_tokens(rows)) <= tokens for rows in range(1, 11))
+    assert SpecDecConfig(model, schedule="adaptive").draft_tokens() == 9
     assert SpecDecConfig(strategy="suffix", max_draft_tokens=9).draft_tokens(64) == 9
 
 

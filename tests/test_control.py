@@ -47,7 +47,9 @@ class Machine:
 
 
 def controller(machine: Machine, longest: int = LONGEST, learned: Learned | None = None, width: int = 1):
-    drafter = SimpleNamespace(looks_up=machine.draft is None, runs_model=machine.draft is not None, forwards=0)
+    drafter = SimpleNamespace(
+        looks_up=machine.draft is None, runs_model=machine.draft is not None, forwards=0, top_tokens=0
+    )
     largest = Plan(longest, width, longest + 1)
     return AdaptiveController(Scope(lambda rows: largest, drafter, None), learned or Learned())
 
@@ -347,7 +349,7 @@ def test_a_memory_keeps_what_was_learned():
     )
     machine = Machine(STEEP)
     schedule = Adaptive(memory="new")
-    drafter = SimpleNamespace(looks_up=False, runs_model=True, forwards=0)
+    drafter = SimpleNamespace(looks_up=False, runs_model=True, forwards=0, top_tokens=0)
     scope = Scope(lambda rows: Plan.chain(LONGEST), drafter, model)
     first = schedule.build(scope)
     run(machine, first, lambda count: 0.1, 200)
@@ -372,7 +374,7 @@ def test_the_report_counts_choices_and_says_why_drafting_stopped():
 @pytest.mark.parametrize("every", [2, 3, 6])
 def test_lookups_that_pay_do_not_keep_a_draft_model_from_being_tried_again(every):
     """The model is wrong at first and right after that; lookups are right, but have something to say now and then."""
-    drafter = SimpleNamespace(looks_up=True, runs_model=True, forwards=0)
+    drafter = SimpleNamespace(looks_up=True, runs_model=True, forwards=0, top_tokens=0)
     control = AdaptiveController(Scope(lambda rows: Plan(9, 1, 10), drafter, None), Learned())
     control.start(24, 1.3)
     view, late = DecodeView.of_sequences([[0]]), 0
@@ -458,8 +460,8 @@ def confident_run(machine: Machine, tokens: int, seed: int) -> tuple[float, int]
     return seconds, forwards
 
 
-@pytest.mark.parametrize("name", ["flat", "costly draft", "steep"])
-def test_a_draft_ends_where_its_model_is_unsure(name):
+@pytest.mark.parametrize(("name", "least"), [("flat", 1.03), ("costly draft", 1.03), ("steep", 1.03)])
+def test_a_draft_ends_where_its_model_is_unsure(name, least):
     machine = MACHINES[name]
     reached = 3 * 1500 / sum(confident_run(machine, 1500, seed)[0] for seed in range(3))
-    assert reached >= 1.03 * best_constant(machine, [0.54])
+    assert reached >= least * best_constant(machine, [0.54])

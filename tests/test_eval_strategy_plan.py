@@ -143,7 +143,7 @@ def test_the_fastest_on_the_first_prompts_is_measured_on_the_others(folder, cloc
     low, high = planned.interval
     assert 1 < low < planned.chosen.speedup < high and planned.pays
     text = console.export_text()
-    shape = "up to 31 draft tokens in a tree, 4 wide and 31 deep at most, as many as pay in each round"
+    shape = "up to 15 draft tokens in a tree, 4 wide and 15 deep at most, as many as pay in each round"
     assert f"Use suffix ({shape}): {planned.chosen.speedup:.2f}x" in text
     assert f"x plain generate ({low:.2f} to {high:.2f}) on prompts like these." in text
     assert "4 of 4 texts are plain generate's" in text

@@ -48,6 +48,11 @@ class ChainAcceptance:
                 self._tries[place] += 1
                 self._hits[place] += place < hits
 
+    def expect(self, chances: Sequence[float]) -> None:
+        """First tokens that were drafted and not judged, with the chance that they would have been accepted."""
+        self.observe([0] * len(chances), [1] * len(chances))
+        self._hits[0] += sum(chances)
+
     def survival(self, depth: int) -> list[float]:
         """Entry i: the probability that the first i + 1 tokens are all accepted, up to `depth`."""
         pooled = (sum(self._hits) + CHAIN_PRIOR * CHAIN_PRIOR_WEIGHT) / (sum(self._tries) + CHAIN_PRIOR_WEIGHT)

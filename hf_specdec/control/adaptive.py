@@ -32,8 +32,8 @@ FIRST_ROUNDS = 3
 """What the rate of a round counts for, in rounds, beside that of the rounds before it."""
 RECENT = 0.97
 """By which the tokens and seconds of earlier rounds are forgotten per round."""
-FEWEST_ASKED = 8
-"""Nodes that lookups are asked for at least. They are asked for twice what the round before kept."""
+LESSON = 0.03
+"""Tokens that a node is worth beside its own acceptance where the drafter learns from what the target says there."""
 WORTH_START, WORTH_RATE = 0.1, 0.15
 """Gain over plain steps that lookups begin with, and how fast it follows what they promise."""
 
@@ -146,7 +146,6 @@ class AdaptiveController(Controller):
         self._rounds = self._predictions = 0
         self._recent_tokens = self._recent_seconds = 0.0
         self._worth = WORTH_START
-        self._asked = FEWEST_ASKED
         self._model_probes, self._lookup_probes, self._spent = Probes(), Probes(), 0.0
         self._begin_round()
 
@@ -160,7 +159,7 @@ class AdaptiveController(Controller):
         self._costs.start(tokens, seconds)
 
     def plan(self, view: DecodeView, rooms: Sequence[int]) -> Plan:
-        """A draft model's chain of the best length; for lookups room to prune, while they are worth asking."""
+        """A draft model's chain of the best length; for lookups the largest plan, while they are worth asking."""
         self._begin_round()
         plan = self._scope.largest(view.rows).within(max(rooms) - 1)
         plain = self._costs.block(view.rows)
@@ -172,8 +171,7 @@ class AdaptiveController(Controller):
         if self._worth < 0 and not self._probe_is_due(self._lookup_probes, self._costs.lookup):
             return plan.within(0)
         self._predicted = self._costs.lookup + plain
-        nodes, self._asked = min(plan.nodes, self._asked), FEWEST_ASKED
-        return replace(plan, nodes=nodes) if plan.width > 1 else plan.within(nodes - 1)
+        return plan
 
     def _plan_model(self, plan: Plan, rooms: Sequence[int]) -> Plan:
         """Up to the depth of the most tokens per second, and one level more where the model's estimates allow it."""
@@ -266,16 +264,18 @@ class AdaptiveController(Controller):
         drafting = (self._costs.lookup if self._scope.drafter.looks_up else 0.0) + forwards * self._costs.draft_step
         expected = float(rows)
         tokens, seconds = [expected], [drafting + self._costs.block(rows)]
+        taught = LESSON * rows if self._scope.drafter.top_tokens and not forwards else 0.0
         for count in range(most):
+            expected += taught
             for order, chance in zip(orders, chances):
                 if count < len(order):
                     expected += chance[order[count]]
             tokens.append(expected)
             seconds.append(drafting + self._costs.block(rows * (2 + count)))
         if forwards:
-            count = max(self._best(tokens, seconds, rows), self._model_probes.now)
-            if not count:  # a draft that is not worth a look was as good as rejected
-                self._learned.model.chains.observe([0] * rows, [1] * rows)
+            count = min(max(self._best(tokens, seconds, rows), self._model_probes.now), most)
+            if most and not count:
+                self._learned.model.chains.expect([own[order[0]] for order, own in zip(orders, chances) if order])
         else:
             count = self._choose(tokens, seconds, rows, self._lookup_probes)
             gain = tokens[count] / rows - seconds[count] / self._costs.block(rows)
@@ -288,7 +288,6 @@ class AdaptiveController(Controller):
             kept = [list(range(tree.size))] * rows
         if places is not None:
             self._shown = parents, [[own[node] for node in nodes] for own, nodes in zip(places, kept)]
-        self._asked = max(FEWEST_ASKED, 2 * tree.size)
         return tree
 
     def _judge(

@@ -71,7 +71,8 @@ class Schedule(ABC):
     """Settings of a policy. Reusable and safe to share between threads.
 
     Attributes:
-        reach: by how much drafts may be larger than the strategy's default where the user gives no size.
+        reach: how many times the strategy's default a draft that costs by the token may have where the user gives no
+            size.
     """
 
     name: ClassVar[str] = ""

@@ -139,6 +139,7 @@ class DraftStrategy(ABC):
         default_depth: longest path of a tree by default; None, as for chains, for as many as there are draft tokens.
         default_width: draft tokens at the same place by default.
         default_schedule: policy for the size of drafts by default; None for that of `SpecDecConfig`.
+        costs_by_token: a draft takes a forward of a model for each further token.
         needs: one phrase for `hf-specdec strategies`.
         sampled: drafts may be drawn from a law (with a verifier that reads draft probabilities).
         knows_law: says truly what law its drafts came from; a token that is looked up is a point mass.
@@ -150,6 +151,7 @@ class DraftStrategy(ABC):
     default_depth: ClassVar[int | None] = None
     default_width: ClassVar[int] = 1
     default_schedule: ClassVar[str | None] = None
+    costs_by_token: ClassVar[bool] = False
     needs: ClassVar[str] = "nothing"
     sampled: ClassVar[bool] = False
     knows_law: ClassVar[bool] = True

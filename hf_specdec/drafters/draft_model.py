@@ -54,6 +54,7 @@ class DraftModel(DraftStrategy):
 
     default_draft_tokens: ClassVar[int] = 4
     default_depth: ClassVar[int | None] = 4
+    costs_by_token: ClassVar[bool] = True
     needs: ClassVar[str] = "a draft model; with another tokenizer than the target's, both tokenizers"
     sampled: ClassVar[bool] = True
     trees: ClassVar[bool] = True

@@ -36,6 +36,7 @@ class LayerSkip(DraftStrategy):
     skip_mlp: Sequence[int] = ()
 
     default_draft_tokens: ClassVar[int] = 4
+    costs_by_token: ClassVar[bool] = True
     needs: ClassVar[str] = "exit_layer, or skip_attention and skip_mlp (see `hf-specdec plan --layers`)"
     sampled: ClassVar[bool] = True
 

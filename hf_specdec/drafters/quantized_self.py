@@ -50,6 +50,7 @@ class QuantizedSelf(DraftStrategy):
 
     default_draft_tokens: ClassVar[int] = 4
     default_depth: ClassVar[int | None] = 4
+    costs_by_token: ClassVar[bool] = True
     trees: ClassVar[bool] = True
     needs: ClassVar[str] = "nothing (memory for a quantised copy of the target)"
     sampled: ClassVar[bool] = True
