@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 import hf_specdec
 from hf_specdec import CostModel, SpecDecConfig, SpecDecError, save_costs
-from hf_specdec import config as settings
 from hf_specdec.cli import app
 from hf_specdec_eval import commands, strategy_plan, trials
 from hf_specdec_eval.bench import Unit
@@ -33,12 +32,6 @@ from hf_specdec_eval.task import Sample
 folder = bench_tests.folder  # the fixture
 STEP = 0.1
 """Seconds of plain decoding per token, and of every prompt."""
-
-
-@pytest.fixture(autouse=True)
-def default_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of users, not that of the other tests."""
-    monkeypatch.setattr(settings, "DEFAULT_SCHEDULE", "adaptive")
 
 
 @pytest.fixture
