@@ -326,11 +326,11 @@ class AdaptiveController(Controller):
         elif record.plan.depth and self._scope.drafter.looks_up:
             costs.observe_lookup(record.draft_seconds)
         self._learn(record)
-        lost = record.step_seconds - (1 + sum(record.accepted) / record.rows) * costs.block(record.rows)
         if self._model_probes.now or self._lookup_probes.now:
+            lost = record.step_seconds - (1 + sum(record.accepted) / record.rows) * costs.block(record.rows)
             self._spent = max(0.0, self._spent + lost)
-        self._model_probes.end(paid=lost < 0)
-        self._lookup_probes.end(paid=lost < 0)
+            self._model_probes.end(paid=lost < 0)
+            self._lookup_probes.end(paid=lost < 0)
         if self._rounds:  # before the first one nothing is known of this call
             self._errors += abs(self._predicted - record.step_seconds)
             self._predicted_seconds += record.step_seconds
