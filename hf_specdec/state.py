@@ -4,10 +4,13 @@ Tokens of a row count from column 0, left padding stripped. Invariant: slot i of
 K/V of token i of that row, for `i < length(b) - 1`; the last committed token, the root, is not in the cache yet.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+Chances = Callable[[Sequence[int], Sequence[float] | None], list[float]]
+"""From parents of a row's nodes, and its drafter's estimates if there are any, to the chance that each is accepted."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,9 @@ class Plan:
         model_depth: longest path of a member that runs a model; None for `depth`, 0 leaves it out.
         enough: where members are asked in turn, tokens per row that the earlier ones must promise for a member that
             runs a model to be left out; None leaves it to the strategy.
-        least: estimated acceptance that the best path of a row must have, on average over rows, to be worth another
-            forward of a model. Nodes that are drawn for a verifier that reads draft probabilities disregard it.
+        least: chance that the best path of a row must have, on average over rows, to be worth another forward of a
+            model. Nodes that are drawn for a verifier that reads draft probabilities disregard it.
+        lookup_chances, model_chances: what `enough` and `least` are compared with; None takes the drafter's word.
     """
 
     depth: int
@@ -30,6 +34,8 @@ class Plan:
     model_depth: int | None = None
     enough: float | None = None
     least: float = 0.0
+    lookup_chances: Chances | None = None
+    model_chances: Chances | None = None
 
     @classmethod
     def chain(cls, depth: int) -> "Plan":

@@ -428,9 +428,15 @@ def test_nothing_was_predicted_in_a_call_of_one_round():
     assert control.report()["mean_round_seconds"] is control.report()["mean_absolute_error_seconds"] is None
 
 
-def confident_run(machine: Machine, tokens: int, seed: int) -> tuple[float, int]:
-    """Seconds for so many tokens, and draft forwards, where a draft model is sure of every other token or so, and
-    says so; its draft ends where the plan says that going on does not pay."""
+def _chance(plan: Plan, values: Sequence[float]) -> float:
+    assert plan.model_chances is not None or plan.least == 0
+    parents = range(-1, len(values))
+    return plan.model_chances(parents, [1.0, *values])[-1] if plan.model_chances else values[-1]
+
+
+def confident_run(machine: Machine, tokens: int, seed: int, kinds: Sequence[tuple[float, float]]) -> tuple[float, int]:
+    """Seconds for so many tokens, and draft forwards, where a draft model's tokens are of several kinds, each with its
+    estimate and the share that is right; its draft ends where the plan says that going on does not pay."""
     rng, control = random.Random(seed), controller(machine)
     emitted, seconds, forwards = 0, 0.0, 0
     view = DecodeView.of_sequences([[0]])
@@ -438,15 +444,17 @@ def confident_run(machine: Machine, tokens: int, seed: int) -> tuple[float, int]
     while emitted < tokens:
         plan = control.plan(view, [tokens - emitted])
         values: list[float] = []
-        while len(values) < plan.depth and (not values or values[-1] >= plan.least):
-            values.append((values[-1] if values else 1.0) * rng.choice([0.98, 0.1]))
+        right: list[float] = []
+        while len(values) < plan.depth and (not values or _chance(plan, values) >= plan.least):
+            estimate, share = rng.choice(kinds)
+            values.append((values[-1] if values else 1.0) * estimate)
+            right.append(share)
         drafting, control._scope.drafter.forwards = len(values) * machine.draft, forwards + len(values)
         forwards += len(values)
         tree = tree_of(values, list(range(len(values)))) if values else chains_of(view, 0)
         if values:
             tree = control.prune(view, tree)
-        above = [1.0, *tree.values[0].tolist()[1:]] if tree.size > 1 else [1.0]
-        asked = (rng.random() < below / parent for parent, below in itertools.pairwise(above))
+        asked = (rng.random() < share for share in right[: tree.size - 1])
         hits = min(sum(1 for _ in itertools.takewhile(bool, asked)), tokens - emitted - 1)
         took, depth = machine.block(tree.size), tree.size - 1
         control.observe(
@@ -463,5 +471,14 @@ def confident_run(machine: Machine, tokens: int, seed: int) -> tuple[float, int]
 @pytest.mark.parametrize(("name", "least"), [("flat", 1.03), ("costly draft", 1.03), ("steep", 1.03)])
 def test_a_draft_ends_where_its_model_is_unsure(name, least):
     machine = MACHINES[name]
-    reached = 3 * 1500 / sum(confident_run(machine, 1500, seed)[0] for seed in range(3))
+    kinds = [(0.98, 0.98), (0.1, 0.1)]
+    reached = 3 * 1500 / sum(confident_run(machine, 1500, seed, kinds)[0] for seed in range(3))
     assert reached >= least * best_constant(machine, [0.54])
+
+
+@pytest.mark.parametrize("name", ["flat", "costly draft"])
+def test_a_near_copy_of_the_target_goes_on_however_unsure_it_is(name):
+    """A quantised copy chooses as the target does, also where both give their choice a third."""
+    machine, kinds = MACHINES[name], [(0.9, 0.97), (0.35, 0.97)]
+    reached = 3 * 1500 / sum(confident_run(machine, 1500, seed, kinds)[0] for seed in range(3))
+    assert reached >= 0.97 * best_constant(machine, [0.97])

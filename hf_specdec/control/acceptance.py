@@ -4,6 +4,7 @@ A token is an observation only if it was judged: it was drafted, its parent was 
 before it. Old observations are forgotten exponentially.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,9 +18,13 @@ DEPTH_WEIGHT = 6.0
 HALF_LIFE = 20
 """Rounds after which an observation counts half."""
 BIN_EDGES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
+MIDDLES = tuple((low + high) / 2 for low, high in zip(BIN_EDGES, (*BIN_EDGES[1:], 1.0)))
+_LOGS = tuple(map(math.log, MIDDLES))
 VALUE_WEIGHT = 12.0
 """Observations that a drafter's own estimate counts for."""
 VALUE_HALF_LIFE = 60
+POWER_WEIGHT, MOST_POWER = 4.0, 8.0
+"""Observations that a power of 1 counts for, and the largest power."""
 
 
 class ChainAcceptance:
@@ -69,17 +74,17 @@ class ChainAcceptance:
 class ValueCalibration:
     """From a drafter's estimate that a token is accepted, given that its parent was, to the share that is.
 
-    Bins with Beta posteriors around the drafter's estimate times how far it was right in all bins, then isotonic. A
-    drafter is right more often below a token of its own that was accepted than at the root: each has bins of its own.
+    Bins with Beta posteriors around a power of the drafter's estimate that fits all bins, then isotonic. A drafter is
+    right more often below a token of its own that was accepted than at the root: each has bins of its own.
     """
 
     def __init__(self) -> None:
         self._hits = [0.0] * len(BIN_EDGES)
         self._tries = [0.0] * len(BIN_EDGES)
-        self._middles = [(low + high) / 2 for low, high in zip(BIN_EDGES, (*BIN_EDGES[1:], 1.0))]
         self._bins = [sum(edge <= step / 100 for edge in BIN_EDGES) - 1 for step in range(101)]
         self._decay = 0.5 ** (1 / VALUE_HALF_LIFE)
-        self._estimates = list(self._middles)
+        self._estimates = list(MIDDLES)
+        self._power = 1.0
 
     def bin(self, value: float) -> int:
         """Where a conditional estimate belongs."""
@@ -94,10 +99,6 @@ class ValueCalibration:
         """Some token with an estimate was judged."""
         return any(self._tries)
 
-    def least(self, share: float) -> float:
-        """The smallest estimate of which so large a share is accepted; above 1 where none is."""
-        return next((edge for edge, own in zip(BIN_EDGES, self._estimates) if own >= share), 2.0)
-
     def observe(self, hits: Sequence[int], misses: Sequence[int]) -> None:
         """One round: the bins of judged tokens that were accepted, and of those that were not."""
         if not hits and not misses:
@@ -109,13 +110,21 @@ class ValueCalibration:
             self._tries[place] += 1
         for place in misses:
             self._tries[place] += 1
-        expected = sum(tries * middle for tries, middle in zip(self._tries, self._middles))
-        right = (sum(self._hits) + VALUE_WEIGHT) / (expected + VALUE_WEIGHT)
+        self._follow()
         estimates = [
-            (own + VALUE_WEIGHT * min(right * middle, 0.98)) / (tries + VALUE_WEIGHT)
-            for own, tries, middle in zip(self._hits, self._tries, self._middles)
+            (own + VALUE_WEIGHT * middle**self._power) / (tries + VALUE_WEIGHT)
+            for own, tries, middle in zip(self._hits, self._tries, MIDDLES)
         ]
         self._estimates = isotonic(estimates, [tries + VALUE_WEIGHT for tries in self._tries])
+
+    def _follow(self) -> None:
+        """A Newton step towards the power of the estimates that expects as many hits as there were."""
+        excess = POWER_WEIGHT * (0.5**self._power - 0.5) - sum(self._hits)
+        slope = POWER_WEIGHT * 0.5**self._power * math.log(0.5)
+        for tries, middle, log in zip(self._tries, MIDDLES, _LOGS):
+            expected = tries * middle**self._power
+            excess, slope = excess + expected, slope + expected * log
+        self._power = min(max(self._power - excess / slope, self._power / 2), 2 * self._power, MOST_POWER)
 
 
 @dataclass
@@ -130,3 +139,27 @@ class DraftAcceptance:
     chains: ChainAcceptance = field(default_factory=ChainAcceptance)
     first_values: ValueCalibration = field(default_factory=ValueCalibration)
     later_values: ValueCalibration = field(default_factory=ValueCalibration)
+
+    def judge(self, parents: Sequence[int], values: Sequence[float] | None) -> tuple[list[int], list[float]]:
+        """Per node the bin of its value, if it has one, and the probability that it is accepted; that of padding is 0.
+
+        Args:
+            parents, values: of one row, as in `DraftTree`.
+        """
+        if values is None:
+            survival, depths = [1.0, *self.chains.survival(len(parents))], [0] * len(parents)
+            for node, parent in enumerate(parents):
+                if parent >= 0:
+                    depths[node] = depths[parent] + 1
+            return [], [survival[depth] if depth or not node else 0.0 for node, depth in enumerate(depths)]
+        bins, chances = [0] * len(parents), [1.0, *[0.0] * (len(parents) - 1)]
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                kind = self.later_values if parent else self.first_values
+                bins[node] = kind.bin(values[node] / values[parent] if values[parent] > 0 else 0.0)
+                chances[node] = chances[parent] * kind.estimate(bins[node])
+        return bins, chances
+
+    def chances(self, parents: Sequence[int], values: Sequence[float] | None) -> list[float]:
+        """The probability that each node is accepted."""
+        return self.judge(parents, values)[1]

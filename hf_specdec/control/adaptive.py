@@ -190,13 +190,14 @@ class AdaptiveController(Controller):
         if best and not self._model_probes.now:
             level = costs.draft_step + costs.block(2 * rows) - costs.block(rows)
             worth = self._rate(tokens, seconds, rows) * level / (rows * survival[0])
-            values = self._learned.model.first_values
-            plan, depth = replace(plan, least=values.least(worth)), depth + values.observed
+            known = self._learned.model
+            plan = replace(plan, least=worth, model_chances=known.chances)
+            depth += known.first_values.observed
         if not self._scope.drafter.looks_up:
             return plan.within(depth)
         enough = tokens[best] / seconds[best] * (lookup + costs.block(rows * plan.nodes)) / rows
         enough = math.inf if self._model_probes.now else enough
-        return replace(plan, model_depth=depth, enough=enough)
+        return replace(plan, model_depth=depth, enough=enough, lookup_chances=self._learned.lookup.chances)
 
     def _choose(self, tokens: Sequence[float], seconds: Sequence[float], rows: int, probes: Probes) -> int:
         """The best size, but now and then another one to learn from.
@@ -255,7 +256,10 @@ class AdaptiveController(Controller):
         if tree.size == 1 or (forwards and tree.values is None):
             return tree
         parents = tree.parents.tolist()
-        places, chances = self._judge(tree, parents, self._learned.model if forwards else self._learned.lookup)
+        kind = self._learned.model if forwards else self._learned.lookup
+        values = [None] * len(parents) if tree.values is None else tree.values.tolist()
+        judged = [kind.judge(*row) for row in zip(parents, values)]
+        chances = [chance for _, chance in judged]
         orders = [
             sorted((node for node, above in enumerate(own) if above >= 0), key=lambda node: -chance[node])
             for own, chance in zip(parents, chances)
@@ -286,34 +290,9 @@ class AdaptiveController(Controller):
             tree, parents = select_nodes(tree, kept, parents), [_renumbered(*each) for each in zip(parents, kept)]
         else:
             kept = [list(range(tree.size))] * rows
-        if places is not None:
-            self._shown = parents, [[own[node] for node in nodes] for own, nodes in zip(places, kept)]
+        if tree.values is not None:
+            self._shown = parents, [[bins[node] for node in nodes] for (bins, _), nodes in zip(judged, kept)]
         return tree
-
-    def _judge(
-        self, tree: DraftTree, parents: Sequence[Sequence[int]], kind: DraftAcceptance
-    ) -> tuple[list[list[int]] | None, list[list[float]]]:
-        """Per row and node, the bin of its value, and the probability that it is accepted."""
-        chances: list[list[float]] = []
-        if tree.values is None:
-            survival = [1.0, *kind.chains.survival(tree.size)]
-            for above in parents:
-                depths = [0] * len(above)
-                for node, parent in enumerate(above):
-                    if parent >= 0:
-                        depths[node] = depths[parent] + 1
-                chances.append([survival[depth] for depth in depths])
-            return None, chances
-        first, later, places = kind.first_values, kind.later_values, []
-        for above, values in zip(parents, tree.values.tolist()):
-            bins, chance = [0] * len(above), [1.0] * len(above)
-            for node, parent in enumerate(above):
-                if parent >= 0:
-                    bins[node] = first.bin(values[node] / values[parent] if values[parent] > 0 else 0.0)
-                    chance[node] = chance[parent] * (later if parent else first).estimate(bins[node])
-            places.append(bins)
-            chances.append(chance)
-        return places, chances
 
     def observe(self, record: StepRecord) -> None:
         """Costs, acceptance, and what the choice was worth."""

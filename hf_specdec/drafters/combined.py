@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import SpecDecError
-from ..state import DecodeView, Plan
+from ..state import Chances, DecodeView, Plan
 from ..tree import UNKNOWN, DraftTree, RowTree, fault_of, union
 from .base import Drafter, DraftStrategy, build_strategy, known_strategies, register_strategy
 from .draft_model import DraftModel
@@ -281,7 +281,7 @@ class CascadeDrafter(CombinedDrafter):
                 chosen = tree
             else:
                 chosen = fill_rows(chosen, tree) if plan.enough is None else fill_rows(tree, chosen)
-            if promised(chosen) >= plan.enough if plan.enough is not None else has_drafts(chosen):
+            if has_drafts(chosen) if plan.enough is None else promised(chosen, plan.lookup_chances) >= plan.enough:
                 break
         assert chosen is not None
         return chosen
@@ -292,10 +292,14 @@ def has_drafts(tree: DraftTree) -> bool:
     return bool((tree.parents[:, 1:] >= 0).any(1).all())
 
 
-def promised(tree: DraftTree) -> float:
-    """Tokens per row that a round with this tree is expected to emit, by the drafter's own estimates."""
-    drafted = tree.parents >= 0
-    return 1 + float((values_of(tree) * drafted).sum()) / len(drafted)
+def promised(tree: DraftTree, chances: Chances | None) -> float:
+    """Tokens per row that a round with this tree is expected to emit."""
+    if chances is None:
+        drafted = tree.parents >= 0
+        return 1 + float((values_of(tree) * drafted).sum()) / len(drafted)
+    parents = tree.parents.tolist()
+    values = [None] * len(parents) if tree.values is None else tree.values.tolist()
+    return sum(map(sum, map(chances, parents, values))) / len(parents)
 
 
 def values_of(tree: DraftTree) -> torch.Tensor:

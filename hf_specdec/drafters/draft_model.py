@@ -197,7 +197,7 @@ class ModelDrafter(Drafter):
         drawn = self._request.sampling and self._request.verifier.uses_draft_probs
         for level in range(depth):
             if level:
-                if plan.least > 0 and not drawn and tree.promise() < plan.least:
+                if plan.least > 0 and not drawn and tree.promise(plan.model_chances) < plan.least:
                     break
                 tokens = tree.descend(width)
                 scores = self._forward(tokens, tree.seen, [length + 1 for length in view.lengths()])

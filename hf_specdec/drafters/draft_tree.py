@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..state import Chances
 from ..tree import UNKNOWN, DraftTree
 
 
@@ -77,10 +78,13 @@ class LevelTree:
         self.parents = torch.cat([self.parents, parents], 1)
         self.values = torch.cat([self.values, values], 1)
 
-    def promise(self) -> float:
-        """The value of the best node of the last level, averaged over the rows. Reads the device."""
+    def promise(self, chances: Chances | None) -> float:
+        """The chance of the best node of the last level, averaged over the rows. Reads the device."""
         first = self.size - self._above.shape[1]
-        return float(self.values[:, first:].amax(1).mean())
+        if chances is None:
+            return float(self.values[:, first:].amax(1).mean())
+        rows = list(zip(self.parents.tolist(), self.values.tolist()))
+        return sum(max(chances(*row)[first:]) for row in rows) / len(rows)
 
     def descend(self, width: int) -> torch.Tensor:
         """Make the `width` most valuable nodes of the last level the beam. Their tokens, shape `(B, n)`."""
