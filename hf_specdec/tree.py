@@ -169,12 +169,22 @@ class RowTree:
 
 
 def union(trees: Sequence[RowTree], width: int, nodes: int) -> RowTree:
-    """Several trees below the same root in one, without duplicates, cut to its most valuable nodes."""
-    whole = RowTree(trees[0].tokens[0])
+    """Several trees below the same root in one, without duplicates, cut to its most valuable nodes.
+
+    A node is refused only where all trees that hold it are wrong about it, each on its own (noisy or).
+    """
+    whole, wrong = RowTree(trees[0].tokens[0]), [0.0]
     for tree in trees:
-        places = [0]
-        for node in range(1, len(tree)):
-            places.append(whole.add(places[tree.parents[node]], tree.tokens[node], tree.values[node]))
+        places, values = [0], tree.values
+        for node, parent in enumerate(tree.parents[1:], 1):
+            place = whole.add(places[parent], tree.tokens[node], 0.0)
+            places.append(place)
+            if place == len(wrong):
+                wrong.append(1.0)
+            if values[parent] > 0:
+                wrong[place] *= 1 - values[node] / values[parent]
+    for node, parent in enumerate(whole.parents[1:], 1):
+        whole.values[node] = whole.values[parent] * (1 - wrong[node])
     return whole.best(nodes, width)
 
 

@@ -53,15 +53,17 @@ def paths(tree: RowTree) -> dict[tuple[int, ...], float]:
     return dict(zip(found, tree.values))
 
 
-def test_a_union_has_no_duplicates_and_keeps_the_larger_estimate():
+def test_a_node_of_a_union_is_refused_where_all_that_hold_it_are_wrong():
     one = row_tree(0, (0, 1, 0.5), (1, 2, 0.4))
-    two = row_tree(0, (0, 3, 0.6), (0, 1, 0.7), (2, 2, 0.1), (2, 4, 0.2))
-    assert paths(union([one, two], 9, 9)) == {(): 1, (1,): 0.7, (3,): 0.6, (1, 2): 0.4, (1, 4): 0.2}
+    two = row_tree(0, (0, 3, 0.6), (0, 1, 0.8), (2, 2, 0.4), (2, 4, 0.2))
+    above = 1 - 0.5 * 0.2
+    expected = {(): 1, (1,): above, (3,): 0.6, (1, 2): above * (1 - 0.2 * 0.5), (1, 4): above * 0.25}
+    assert paths(union([one, two], 9, 9)) == pytest.approx(expected)
 
 
 def test_a_union_is_cut_to_its_most_valuable_nodes():
     tree = row_tree(0, (0, 1, 0.5), (1, 2, 0.4), (0, 3, 0.45), (3, 4, 0.1))
-    assert paths(union([tree], 9, 4)) == {(): 1, (1,): 0.5, (3,): 0.45, (1, 2): 0.4}
+    assert paths(union([tree], 9, 4)) == pytest.approx({(): 1, (1,): 0.5, (3,): 0.45, (1, 2): 0.4})
     assert paths(union([tree], 1, 4)) == {(): 1, (1,): 0.5, (1, 2): 0.4}, "width 1 leaves a path"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from cases import plain_model, spec_model
 from conftest import prompt
 
 from hf_specdec import Recycling, RecyclingMemory, SpecDecConfig, SpecDecError
-from hf_specdec.drafters.recycling import TRUST
+from hf_specdec.drafters.recycling import MOST_COMPARED, TRUST, Likeness, RecyclingDrafter, embeddings_of
 from hf_specdec.state import DecodeView, Plan
 from hf_specdec.tree import DraftTree
 
@@ -24,15 +25,15 @@ def table(*entries: tuple[tuple[int, ...], tuple[tuple[int, float], ...]]) -> Re
 
 
 def propose(memory: RecyclingMemory, texts: list[list[int]], plan: Plan = PLAN) -> DraftTree:
-    drafter = Recycling(memory=memory).build(None, None)
+    drafter = RecyclingDrafter(Recycling(memory=memory), None)
     return drafter.propose(DecodeView.of_sequences(texts), plan)
 
 
 def test_two_tokens_are_asked_before_one():
     memory = table(((1, 2), ((3, 1.0),)), ((9, 2), ((4, 1.0),)))
-    assert memory.followers((1, 2)) == ((3, 1.0),)
-    assert memory.followers((7, 2)) == ((4, 1.0),), "what the last token was followed by last"
-    assert memory.followers((2, 7)) == ()
+    assert memory.recall((1, 2)) == (2, ((3, 1.0),))
+    assert memory.recall((7, 2)) == (1, ((4, 1.0),)), "what the last token was followed by last"
+    assert memory.recall((2, 7)) == (0, ())
 
 
 def test_the_most_probable_paths_of_the_table_are_drafted():
@@ -40,9 +41,37 @@ def test_the_most_probable_paths_of_the_table_are_drafted():
     tree = propose(memory, [[5, 1]])
     assert tree.tokens.tolist() == [[1, 2, 3, 7, 9, 8]]
     assert tree.parents.tolist() == [[-1, 0, 0, 1, 2, 1]]
-    believed = [0.6, 0.3, 0.6 * 0.5 * TRUST, 0.3 * TRUST, 0.6 * 0.4 * TRUST]
-    torch.testing.assert_close(tree.values, torch.tensor([[1.0, *(value * TRUST for value in believed)]]))
+    trust = TRUST[2]
+    believed = [0.6, 0.3, 0.6 * 0.5 * trust, 0.3 * trust, 0.6 * 0.4 * trust]
+    torch.testing.assert_close(tree.values, torch.tensor([[1.0, *(value * trust for value in believed)]]))
     assert not tree.sampled.any() and tree.probs is None
+
+
+def test_after_a_new_token_comes_what_followed_the_known_one_that_is_most_like_it():
+    memory, embeddings = RecyclingMemory(), torch.tensor([[0.0, 1], [1, 0], [5, 1], [0, 0], [0, -1], [-1, 0], [0, 0]])
+    drafter = RecyclingDrafter(Recycling(memory=memory, top_tokens=1), embeddings)
+    for token in (0, 1, 4):
+        tree = DraftTree.from_chains([token], [[]])
+        drafter.learn(DecodeView.of_sequences([[9, token]]), tree, torch.tensor([[[token + 7]]]), torch.ones(1, 1, 1))
+    drafts = drafter.propose(DecodeView.of_sequences([[3, 2], [3, 1], [3, 99]]), PLAN)
+    assert drafts.tokens[:, 1].tolist() == [8, 8, 99], "the last one has no embedding"
+    torch.testing.assert_close(drafts.values[:, 1], torch.tensor([TRUST[0], TRUST[1], 0.0]))
+
+
+def test_a_new_token_is_compared_with_so_many_known_ones():
+    likeness = Likeness(torch.eye(MOST_COMPARED + 2))
+    assert likeness.nearest(0) is None
+    for token in range(MOST_COMPARED + 1):
+        likeness.add(token)
+        assert token % 500 or likeness.nearest(token) == token
+    assert likeness.nearest(MOST_COMPARED) != MOST_COMPARED
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(0), torch.zeros(4, 2, device="meta"), torch.zeros(4, 2).byte(), None])
+def test_embeddings_that_cannot_be_read_are_left_alone(weight):
+    """Of a sharded, an offloaded and a quantised model, and of a module that is no table."""
+    module = SimpleNamespace() if weight is None else SimpleNamespace(weight=weight)
+    assert embeddings_of(SimpleNamespace(model=SimpleNamespace(get_input_embeddings=lambda: module))) is None
 
 
 def test_rows_that_know_less_are_padded():
@@ -53,12 +82,12 @@ def test_rows_that_know_less_are_padded():
 def test_every_node_teaches_and_the_last_of_equals_stays():
     """Node 1 is the root's child, node 2 is padding, node 3 a child of node 1 that repeats its tokens."""
     memory = RecyclingMemory()
-    drafter = Recycling(memory=memory, top_tokens=1).build(None, None)
+    drafter = RecyclingDrafter(Recycling(memory=memory, top_tokens=1), None)
     tree = DraftTree(torch.tensor([[4, 4, 8, 4]]), torch.tensor([[-1, 0, -1, 1]]), torch.zeros(1, 4, dtype=torch.bool))
     drafter.learn(DecodeView.of_sequences([[3, 4]]), tree, torch.tensor([[[5], [6], [7], [9]]]), torch.ones(1, 4, 1))
-    assert memory.followers((3, 4)) == ((5, 1.0),)
-    assert memory.followers((4, 4)) == ((9, 1.0),)
-    assert memory.followers((0, 8)) == ()
+    assert memory.recall((3, 4)) == (2, ((5, 1.0),))
+    assert memory.recall((4, 4)) == (2, ((9, 1.0),))
+    assert memory.recall((0, 8)) == (0, ())
 
 
 def test_a_call_learns_from_the_prompt_and_from_every_forward():
@@ -76,7 +105,7 @@ def test_a_call_learns_from_the_prompt_and_from_every_forward():
     for place in range(1, ids.shape[1] - 1):
         last[tuple(ids[0, place - 1 : place + 1].tolist())] = top.indices[place].tolist()
     for context, expected in last.items():
-        assert [token for token, _ in memory.followers(context)] == expected
+        assert [token for token, _ in memory.recall(context)[1]] == expected
 
 
 def test_a_lossy_verifier_keeps_its_rule_when_greedy():
@@ -107,8 +136,8 @@ def test_the_table_is_bounded_and_forgets_what_was_written_longest_ago():
     memory.learn((1,), ((8, 1.0),))
     memory.learn((3, 4), ((7, 1.0),))
     assert len(memory) == 3
-    assert memory.followers((2,)) == ()
-    assert memory.followers((1,)) == ((8, 1.0),)
+    assert memory.recall((2,)) == (0, ())
+    assert memory.recall((1,)) == (1, ((8, 1.0),))
 
 
 def test_save_load_and_pickle(tmp_path):
@@ -118,7 +147,7 @@ def test_save_load_and_pickle(tmp_path):
     again = RecyclingMemory.load(path)
     copied = pickle.loads(pickle.dumps(memory))
     for each in (again, copied):
-        assert each.followers((1, 2)) == ((3, 0.75), (4, 0.25))
+        assert each.recall((1, 2)) == (2, ((3, 0.75), (4, 0.25)))
         assert each.max_entries == memory.max_entries and each.path == str(path)
     strategy = Recycling(memory=str(path))
     assert strategy.to_dict() == {"top_tokens": 8, "memory": str(path)}

@@ -1,7 +1,8 @@
 """Token recycling: what the target found likely after a token is what it may choose after that token again.
 
 Luo et al. 2024, arXiv:2408.08696. Deviations: the table is keyed on the last two tokens, with the last one to fall
-back on, and holds the target's probabilities, so that the tree is grown best first instead of from a template.
+back on, and where that is new the known token with the most similar embedding; it holds the target's probabilities,
+so that the tree is grown best first instead of from a template.
 """
 
 from collections import OrderedDict
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.functional import normalize
 
 from ..state import DecodeView, Plan
 from ..tree import DraftTree, RowTree, grow_best_first
@@ -17,8 +19,10 @@ from .base import Drafter, DraftStrategy, check_count, register_strategy
 from .memory import Memory, as_memory, is_token, memory_setting
 
 DEFAULT_TOP_TOKENS = 8
-TRUST = 0.8
-"""Probability that the target chooses among the tokens remembered, wherever the same two tokens came before."""
+TRUST = (0.25, 0.6, 0.9)
+"""Probability that the target chooses among the tokens remembered of a similar last token, the last, the last two."""
+MOST_COMPARED = 2048
+"""Known tokens that a new one is compared with, the latest ones."""
 
 Followers = Sequence[tuple[int, float]]
 """Tokens and their probabilities, best first."""
@@ -58,10 +62,13 @@ class RecyclingMemory(Memory):
             while len(self._followers) > self.max_entries:
                 self._followers.popitem(last=False)
 
-    def followers(self, context: tuple[int, ...]) -> Followers:
-        """What is remembered of these one or two tokens, else of the last one."""
+    def recall(self, context: tuple[int, ...]) -> tuple[int, Followers]:
+        """Of how many of these one or two tokens, the last ones, something is remembered, and what; 0 and nothing."""
         with self._lock:
-            return self._followers.get(context) or self._followers.get(context[-1:], ())
+            for size in range(len(context), 0, -1):
+                if found := self._followers.get(context[-size:]):
+                    return size, found
+        return 0, ()
 
     @classmethod
     def _restored(cls, content: Mapping[str, Any]) -> "RecyclingMemory":
@@ -110,11 +117,48 @@ class Recycling(DraftStrategy):
 
     def build(self, target: Any, request: Any) -> "RecyclingDrafter":
         """The drafter of one call; it fits every target."""
-        return RecyclingDrafter(self)
+        return RecyclingDrafter(self, embeddings_of(target))
 
     def to_dict(self) -> dict[str, Any]:
         """The settings by field name; a memory by its path, or "new" if it was never saved."""
         return {"top_tokens": self.top_tokens, "memory": memory_setting(self.memory)}
+
+
+def embeddings_of(target: Any) -> torch.Tensor | None:
+    """A target's input embeddings, shape `(V, F)`; None where they cannot be read, as those of a sharded model."""
+    weight = getattr(target.model.get_input_embeddings(), "weight", None)
+    if not isinstance(weight, torch.Tensor) or type(weight.data) is not torch.Tensor or weight.device.type == "meta":
+        return None
+    return weight.data if weight.dim() == 2 and len(weight) and weight.is_floating_point() else None
+
+
+class Likeness:
+    """Which of the tokens that were added is most like another one: that of the smallest angle between embeddings.
+
+    Args:
+        embeddings: shape `(V, F)`.
+    """
+
+    def __init__(self, embeddings: torch.Tensor):
+        self._embeddings = embeddings
+        self._tokens: dict[int, None] = {}
+        self._directions = torch.empty(MOST_COMPARED, embeddings.shape[1], device=embeddings.device)
+        self._ready = 0
+
+    def add(self, token: int) -> None:
+        """One more token, up to `MOST_COMPARED`."""
+        if len(self._tokens) < MOST_COMPARED and token < len(self._embeddings):
+            self._tokens[token] = None
+
+    def nearest(self, token: int) -> int | None:
+        """The most similar token; None where none was added. Reads the device."""
+        if not self._tokens or token >= len(self._embeddings):
+            return None
+        tokens = list(self._tokens)
+        if added := tokens[self._ready :]:
+            self._directions[self._ready : len(tokens)] = normalize(self._embeddings[added].float())
+            self._ready = len(tokens)
+        return tokens[int((self._directions[: len(tokens)] @ self._embeddings[token].float()).argmax())]
 
 
 class RecyclingDrafter(Drafter):
@@ -122,8 +166,9 @@ class RecyclingDrafter(Drafter):
 
     stock_draft_tokens = Recycling.default_draft_tokens
 
-    def __init__(self, strategy: Recycling):
+    def __init__(self, strategy: Recycling, embeddings: torch.Tensor | None):
         self.top_tokens = strategy.top_tokens
+        self._likeness = None if embeddings is None else Likeness(embeddings)
         self._table = strategy.memory if isinstance(strategy.memory, RecyclingMemory) else RecyclingMemory()
 
     def learn(self, view: DecodeView, tree: DraftTree, tokens: torch.Tensor, probs: torch.Tensor) -> None:
@@ -135,13 +180,24 @@ class RecyclingDrafter(Drafter):
                     continue
                 before = tuple(view.tokens(row)[-2:-1]) if not node else (nodes[parent],)
                 self._table.learn((*before, token), tuple(zip(ids[node], chances[node])))
+                if self._likeness is not None:
+                    self._likeness.add(token)
 
     def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
         """The likeliest paths through the table."""
         return DraftTree.from_rows([self._grow(view.tokens(row)[-2:], plan) for row in range(view.rows)], view.device)
 
     def _grow(self, end: Sequence[int], plan: Plan) -> RowTree:
-        def expand(context: tuple[int, ...]) -> list[tuple[int, float, tuple[int, ...]]]:
-            return [(token, TRUST * prob, (context[-1], token)) for token, prob in self._table.followers(context)]
+        start = tuple(end)
 
-        return grow_best_first(end[-1], tuple(end), expand, plan.depth, plan.width, plan.nodes)
+        def expand(context: tuple[int, ...]) -> list[tuple[int, float, tuple[int, ...]]]:
+            size, known = self._table.recall(context)
+            if not size and context is start:
+                known = self._of_similar(start[-1])
+            return [(token, TRUST[size] * prob, (context[-1], token)) for token, prob in known]
+
+        return grow_best_first(end[-1], start, expand, plan.depth, plan.width, plan.nodes)
+
+    def _of_similar(self, token: int) -> Followers:
+        similar = None if self._likeness is None else self._likeness.nearest(token)
+        return () if similar is None else self._table.recall((similar,))[1]

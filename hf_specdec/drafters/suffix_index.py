@@ -19,6 +19,8 @@ ESCAPE = 2.0
 """How little a context of one token is believed: with this weight against each different token that followed it."""
 NEGLIGIBLE = 0.02
 """Weight below which shorter contexts are not asked."""
+SURER, SURER_UP_TO = 0.3, 3
+"""A copy that was right so far is right more often: by how much per token of it, and up to how many."""
 _TO_BE_FOUND = 1 << 62  # a `best_count` above every count: the favourite has left, search when it is asked for
 
 
@@ -201,7 +203,7 @@ class SuffixIndex:
         Each node keeps the contexts that its path continues. The probability of a token is blended over them, from the
         longest on: a context that was followed n times by k different tokens is believed with weight
         `n / (n + k * ESCAPE / length)`, and the rest of the weight goes to the next shorter one (prediction by partial
-        matching, Cleary and Witten 1984).
+        matching, Cleary and Witten 1984). Below drafted tokens a root of it is taken, for there they were right.
 
         Args:
             matched: contexts that end where the draft begins, by length.
@@ -212,8 +214,9 @@ class SuffixIndex:
         def expand(place: _Place) -> list[tuple[int, float, _Place]]:
             contexts, path = place
             likely = heapq.nlargest(width, self._blend(contexts, path).items(), key=operator.itemgetter(1))
+            root = 1 / (1 + SURER * min(len(path), SURER_UP_TO))
             return [
-                (token, probability, (self._advance(contexts, token, path), (*path, token)))
+                (token, probability**root, (self._advance(contexts, token, path), (*path, token)))
                 for token, probability in likely
             ]
 
