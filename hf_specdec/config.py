@@ -120,7 +120,7 @@ class SpecDecConfig:
         nodes = self.draft_tokens(rows)
         width = self.max_width or (self.resolved.default_width if self.bound_verifier.trees else 1)
         depth = min(nodes, self.max_depth or (self.resolved.default_depth if width > 1 else None) or nodes)
-        return Plan(depth, width, 1 + (depth if width == 1 else nodes))
+        return Plan(depth, width, 1 + (depth if width == 1 else nodes), own_widths=self.max_width is None)
 
     @classmethod
     def of(cls, request: Any) -> "SpecDecConfig":

@@ -26,6 +26,7 @@ class Plan:
         least: chance that the best path of a row must have, on average over rows, to be worth another forward of a
             model. Nodes that are drawn for a verifier that reads draft probabilities disregard it.
         lookup_chances, model_chances: what `enough` and `least` are compared with; None takes the drafter's word.
+        own_widths: each member of several keeps to the default width of its own.
     """
 
     depth: int
@@ -36,6 +37,7 @@ class Plan:
     least: float = 0.0
     lookup_chances: Chances | None = None
     model_chances: Chances | None = None
+    own_widths: bool = False
 
     @classmethod
     def chain(cls, depth: int) -> "Plan":

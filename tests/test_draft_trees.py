@@ -158,7 +158,7 @@ def test_a_chain_is_the_draft_models_own_text():
     watched = Watched(draft_model())
     call(spec_model(), prompt(1), Way("", 1, False), assistant_strategy=watched)
     plan, tree = watched.seen[0]
-    assert plan == Plan.chain(4)
+    assert (plan.depth, plan.width, plan.nodes) == (4, 1, 5)
     ids = torch.cat([prompt(1)["input_ids"], tree.tokens[:, :1]], 1)
     own = draft_model().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
     assert tree.tokens[0].tolist() == own[0, -5:].tolist()
@@ -175,10 +175,19 @@ def test_one_drawn_child_is_what_multinomial_draws():
 
 
 def test_default_depth_is_for_trees():
-    assert SpecDecConfig(strategy=DraftModel(draft_model()), max_draft_tokens=9).plan() == Plan(9, 1, 10)
-    config = SpecDecConfig(strategy=DraftModel(draft_model()), max_draft_tokens=9, max_width=2)
-    assert config.plan() == Plan(4, 2, 10)
-    assert dataclasses.replace(config, verifier="block", max_width=None).plan() == Plan(9, 1, 10)
+    chain = SpecDecConfig(strategy=DraftModel(draft_model()), max_draft_tokens=9)
+    tree = dataclasses.replace(chain, max_width=2)
+    plans = [each.plan() for each in (chain, tree, dataclasses.replace(chain, verifier="block"))]
+    assert [(each.depth, each.width, each.nodes) for each in plans] == [(9, 1, 10), (4, 2, 10), (9, 1, 10)]
+
+
+@pytest.mark.parametrize("kind", [Merge, Cascade])
+@pytest.mark.parametrize(("given", "width"), [(None, 1), (3, 3)])
+def test_beside_wider_members_a_model_drafts_chains_unless_told_otherwise(kind, given, width):
+    watched = Watched(draft_model())
+    config = SpecDecConfig(kind([watched, "recycling"]), max_width=given, max_draft_tokens=8, schedule="constant")
+    call(spec_model(), prompt(1), Way("", 1, False), assistant_strategy=config)
+    assert watched.seen and {plan.width for plan, _ in watched.seen} == {width}
 
 
 @pytest.mark.parametrize(

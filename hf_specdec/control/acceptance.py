@@ -23,7 +23,7 @@ _LOGS = tuple(map(math.log, MIDDLES))
 VALUE_WEIGHT = 12.0
 """Observations that a drafter's own estimate counts for."""
 VALUE_HALF_LIFE = 60
-POWER_WEIGHT, MOST_POWER = 4.0, 8.0
+POWER_WEIGHT, MOST_POWER = 2.0, 8.0
 """Observations that a power of 1 counts for, and the largest power."""
 
 

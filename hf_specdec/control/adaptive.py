@@ -182,7 +182,7 @@ class AdaptiveController(Controller):
         for depth in range(plan.depth + 1):
             if depth:
                 expected += survival[depth - 1] * sum(room > depth for room in rooms)
-            nodes = 1 + depth if plan.width == 1 or not depth else plan.nodes
+            nodes = 1 + depth if plan.width == 1 or plan.own_widths or not depth else plan.nodes
             tokens.append(expected)
             seconds.append(lookup + depth * costs.draft_step + costs.block(rows * nodes))
         best = depth = self._choose(tokens, seconds, rows, self._model_probes)

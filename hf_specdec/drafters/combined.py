@@ -93,7 +93,7 @@ class Merge(_Combined):
     def build(self, target: Any, request: Any) -> "MergeDrafter":
         """The drafter. Raises what a member raises that does not fit the target or the request."""
         members = [each.build(target, request) for each in self.strategies]
-        return MergeDrafter(members, [each.default_depth for each in self.strategies], request)
+        return MergeDrafter(members, self.strategies, request)
 
 
 @register_strategy("free")
@@ -146,7 +146,7 @@ class Cascade(_Combined):
     def build(self, target: Any, request: Any) -> "CascadeDrafter":
         """The drafter. Raises what a member raises that does not fit the target or the request."""
         members = [each.build(target, request) for each in self.strategies]
-        return CascadeDrafter(members, [each.default_depth for each in self.strategies], request)
+        return CascadeDrafter(members, self.strategies, request)
 
 
 @register_strategy("auto")
@@ -191,14 +191,14 @@ class CombinedDrafter(Drafter):
 
     Args:
         members: their drafters.
-        depths: the longest path that each drafts where it runs a model; None for the plan's.
+        strategies: what built them.
         request: the call.
     """
 
-    def __init__(self, members: Sequence[Drafter], depths: Sequence[int | None], request: Any):
+    def __init__(self, members: Sequence[Drafter], strategies: Sequence[DraftStrategy], request: Any):
         self._members = members
         self._request = request
-        self._depths = {id(each): depth for each, depth in zip(members, depths) if depth is not None}
+        self._strategies = {id(drafter): strategy for drafter, strategy in zip(members, strategies)}
         self.top_tokens = max(each.top_tokens for each in members)
         self.stock_draft_tokens = max(each.stock_draft_tokens for each in members)
         self.looks_up = any(each.looks_up for each in members)
@@ -207,9 +207,11 @@ class CombinedDrafter(Drafter):
 
     def ask(self, member: Drafter, view: DecodeView, plan: Plan) -> DraftTree:
         """A member's proposal, which is empty where the plan leaves members out that run a model."""
-        own = plan.for_model() if member.runs_model and not member.looks_up else plan
-        if member.runs_model and not member.looks_up and plan.model_depth is None:
-            own = own.within(self._depths.get(id(member), own.depth))
+        strategy, own = self._strategies[id(member)], plan
+        if plan.own_widths:
+            own = replace(own, width=min(strategy.default_width, own.width))
+        if member.runs_model and not member.looks_up:
+            own = own.for_model().within((strategy.default_depth if plan.model_depth is None else None) or own.depth)
         if not own.depth:
             return DraftTree.from_chains(view.roots(), [[]] * view.rows, view.device)
         tree = member.propose(view, own)
