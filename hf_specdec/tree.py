@@ -361,4 +361,7 @@ def keep_nodes(tree: DraftTree, allowed: torch.Tensor) -> DraftTree:
     kept = ~(tree.seen & ~allowed.unsqueeze(1)).any(-1)
     parents = torch.where(kept, tree.parents, -1)
     tokens = torch.where(kept, tree.tokens, tree.tokens[:, :1])
-    return DraftTree(tokens, parents, tree.sampled & kept, tree.probs, tree.values)
+    smaller = DraftTree(tokens, parents, tree.sampled & kept, tree.probs, tree.values)
+    own = torch.eye(tree.size, dtype=torch.bool, device=kept.device)
+    smaller.__dict__["seen"] = torch.where(kept.unsqueeze(2), tree.seen, own)  # padding sees itself
+    return smaller

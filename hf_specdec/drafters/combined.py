@@ -68,8 +68,9 @@ class _Combined(DraftStrategy):
 class Merge(_Combined):
     """The proposals of all members in one tree without duplicates, cut to its most valuable nodes.
 
-    The value of a node is its estimated acceptance, the largest of those that the members give. Which nodes stay
-    depends on the tokens drafted, so members that draw serve no verifier that reads draft probabilities.
+    The value of a node is its estimated acceptance; where several members propose it, that not all of them are wrong.
+    Which nodes stay depends on the tokens drafted, so members that draw serve no verifier that reads draft
+    probabilities.
 
     Args:
         strategies: the members: each what `as_strategy` takes.
