@@ -7,6 +7,7 @@ come from, which attention function runs) is read from the signature of `forward
 import inspect
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -97,3 +98,12 @@ def check_rotary(model: PreTrainedModel, max_length: int | None, prompt_length: 
                 "draft would trigger too early.",
                 f"Keep prompt and new tokens within {original}, or call `generate` without `assistant_strategy`.",
             )
+
+
+def has_plain_weights(model: PreTrainedModel) -> bool:
+    """All weights are ordinary tensors in memory. Those that are sharded, offloaded or quantised by a library may be
+    replaced during a forward, which inference mode could break."""
+    return all(
+        type(each) is nn.Parameter and each.device.type != "meta" and not hasattr(each, "ds_id")
+        for each in model.parameters()
+    )

@@ -8,7 +8,7 @@ needs. Prefill is plain `generate`'s own, with the cache that `generate` prepare
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .attention import PACKED_SDPA, verifying
 from .cache import SlotCache
-from .capability import check_rotary
+from .capability import check_rotary, has_plain_weights
 from .compat import CACHE_NAME, sliding_window_of
 from .errors import UnsupportedModelError
 from .layers import OutputForms, replaced
@@ -90,6 +90,9 @@ class SlotModel:
     Args:
         model: the model; its `forward` is used as it is.
         limit: slots that a row will never exceed, or None.
+
+    Attributes:
+        plain: forwards run in inference mode, where each operation costs the host less.
     """
 
     def __init__(self, model: PreTrainedModel, limit: int | None):
@@ -101,6 +104,7 @@ class SlotModel:
         self._offset: torch.Tensor | None = None
         self._rest: dict[str, Any] = {}
         self.cache: SlotCache | None = None
+        self.plain = has_plain_weights(model)
         self.forwards = 0
         self.forward_seconds = 0.0
 
@@ -163,7 +167,7 @@ class SlotModel:
         positions = index if self._offset is None else index + self._offset
         masks = self._masks(counted, seen)
         inputs = self._inputs(tokens, masks, positions, keep_last)
-        with self.timed(), verifying():
+        with self.timed(), verifying(), torch.inference_mode() if self.plain else nullcontext():
             return self.model(**inputs, return_dict=True)
 
     def _inputs(self, tokens: torch.Tensor, masks: Any, positions: torch.Tensor, keep_last: bool) -> dict[str, Any]:

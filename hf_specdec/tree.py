@@ -7,8 +7,7 @@ to keep the block rectangular, and is never accepted.
 
 import heapq
 import itertools
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -194,7 +193,7 @@ State = TypeVar("State")
 def grow_best_first(
     root: int,
     start: State,
-    expand: Callable[[State], Sequence[tuple[int, float, State]]],
+    expand: Callable[[State], Iterable[tuple[int, float, State]]],
     depth: int,
     width: int,
     nodes: int,
@@ -204,31 +203,31 @@ def grow_best_first(
     Args:
         root: the last committed token.
         start: what `expand` is called with for the root.
-        expand: the continuations of a node as `(token, probability, state)`, the probability given the node; called
-            with the node's state.
+        expand: the continuations of a node as `(token, probability, state)`, the probability given the node, the most
+            probable first; called with the node's state, and asked for no more than are needed.
         depth: longest path.
         width: most children of a node; its most probable ones.
         nodes: most nodes, the root included.
     """
     tree = RowTree(root)
-    waiting: list[tuple[float, int, int, int, State]] = []
+    waiting: list[tuple[float, int, int, int, State, Iterator[tuple[int, float, State]]]] = []
     count = itertools.count()  # of equals the one that was found first
     level = [0]
 
-    def push(node: int, state: State) -> None:
-        children = expand(state)
-        if len(children) > width:
-            children = heapq.nlargest(width, children, key=operator.itemgetter(1))
-        for token, probability, below in children:
-            heapq.heappush(waiting, (-tree.values[node] * probability, next(count), node, token, below))
+    def push(parent: int, children: Iterator[tuple[int, float, State]]) -> None:
+        """The next child waits; those after it are not better."""
+        for token, probability, state in children:
+            heapq.heappush(waiting, (-tree.values[parent] * probability, next(count), parent, token, state, children))
+            return
 
-    push(0, start)
+    push(0, itertools.islice(expand(start), width))
     while waiting and len(tree) < nodes:
-        value, _, parent, token, state = heapq.heappop(waiting)
+        value, _, parent, token, state, siblings = heapq.heappop(waiting)
         node = tree.add(parent, token, -value)
         level.append(level[parent] + 1)
-        if level[node] < depth and len(tree) < nodes:
-            push(node, state)
+        push(parent, siblings)
+        if level[node] < depth:
+            push(node, itertools.islice(expand(state), width))
     return tree
 
 

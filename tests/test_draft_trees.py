@@ -140,7 +140,7 @@ def test_the_most_probable_nodes_are_kept(nodes):
     def expand(path: tuple[int, ...]) -> list[tuple[int, float, tuple[int, ...]]]:
         with torch.no_grad():
             probs = draft(torch.tensor([[*start, *path]])).logits[0, -1].softmax(-1)
-        return [(token, float(probs[token]), (*path, token)) for token in range(len(probs))]
+        return [(token, float(probs[token]), (*path, token)) for token in probs.argsort(descending=True).tolist()]
 
     expected = grow_best_first(root, (root,), expand, 2, 3, nodes)
 

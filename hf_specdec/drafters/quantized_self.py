@@ -112,6 +112,7 @@ class QuantizedDrafter(ModelDrafter):
         self._target = target
         self._request = request
         self._slots = SlotModel(model, None)
+        self._plain = self._slots.plain
         self._window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._head = None
         self._run = None
@@ -123,7 +124,7 @@ class QuantizedDrafter(ModelDrafter):
     def _borrow(self) -> None:
         """Put the quantised model behind the target's cache and inputs as they are now."""
         borrowed = copy.copy(self._target)
-        borrowed.model = self._model
+        borrowed.model, borrowed.plain = self._model, self._plain
         borrowed.forwards, borrowed.forward_seconds = self.forwards, self.forward_seconds
         self._slots = borrowed
 

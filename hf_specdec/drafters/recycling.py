@@ -6,7 +6,7 @@ so that the tree is grown best first instead of from a template.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -190,11 +190,12 @@ class RecyclingDrafter(Drafter):
     def _grow(self, end: Sequence[int], plan: Plan) -> RowTree:
         start = tuple(end)
 
-        def expand(context: tuple[int, ...]) -> list[tuple[int, float, tuple[int, ...]]]:
+        def expand(context: tuple[int, ...]) -> Iterator[tuple[int, float, tuple[int, ...]]]:
             size, known = self._table.recall(context)
             if not size and context is start:
                 known = self._of_similar(start[-1])
-            return [(token, TRUST[size] * prob, (context[-1], token)) for token, prob in known]
+            for token, prob in known:
+                yield token, TRUST[size] * prob, (context[-1], token)
 
         return grow_best_first(end[-1], start, expand, plan.depth, plan.width, plan.nodes)
 

@@ -8,7 +8,7 @@ not negative; `BOUNDARY` separates the texts of one index, and nothing is matche
 
 import heapq
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..tree import RowTree, grow_best_first
@@ -211,14 +211,12 @@ class SuffixIndex:
             depth, width, nodes: as in `Plan`.
         """
 
-        def expand(place: _Place) -> list[tuple[int, float, _Place]]:
+        def expand(place: _Place) -> Iterator[tuple[int, float, _Place]]:
             contexts, path = place
             likely = heapq.nlargest(width, self._blend(contexts, path).items(), key=operator.itemgetter(1))
-            root = 1 / (1 + SURER * min(len(path), SURER_UP_TO))
-            return [
-                (token, probability**root, (self._advance(contexts, token, path), (*path, token)))
-                for token, probability in likely
-            ]
+            power = 1 / (1 + SURER * min(len(path), SURER_UP_TO))
+            for token, probability in likely:
+                yield token, probability**power, (self._advance(contexts, token, path), (*path, token))
 
         start: _Place = (matched, ())
         return grow_best_first(root, start, expand, depth, width, nodes)
