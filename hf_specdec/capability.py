@@ -5,8 +5,9 @@ come from, which attention function runs) is read from the signature of `forward
 """
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -15,10 +16,13 @@ from .attention import PACKED_SDPA
 from .compat import checkpoints_activations, is_passive_layer, sliding_window_of
 from .errors import UnsupportedModelError
 
+KNOWN_CODE = ("torch", "transformers", "hf_specdec")
+"""Packages whose modules may run in inference mode."""
+
 ADVICE = "Call `generate` without `assistant_strategy` for this model."
 
 
-def refuse(model: PreTrainedModel, reason: str, advice: str = ADVICE) -> None:
+def refuse(model: PreTrainedModel, reason: str, advice: str = ADVICE) -> NoReturn:
     """Raise `UnsupportedModelError` for this model."""
     raise UnsupportedModelError(f"{type(model).__name__} cannot decode speculatively: {reason} {advice}")
 
@@ -88,8 +92,8 @@ def check_rotary(model: PreTrainedModel, max_length: int | None, prompt_length: 
         original = each.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
-        if kind == "dynamic":
-            original = original or getattr(config, "max_position_embeddings", None)
+        if kind == "dynamic":  # beyond the original length they change with each token
+            original, prompt_length = original or getattr(config, "max_position_embeddings", None), 0
         crosses = max_length is None or original is None or prompt_length <= original < max_length
         if kind in ("dynamic", "longrope") and crosses:
             refuse(
@@ -100,10 +104,43 @@ def check_rotary(model: PreTrainedModel, max_length: int | None, prompt_length: 
             )
 
 
-def has_plain_weights(model: PreTrainedModel) -> bool:
-    """All weights are ordinary tensors in memory. Those that are sharded, offloaded or quantised by a library may be
-    replaced during a forward, which inference mode could break."""
-    return all(
+def runs_in_inference_mode(model: PreTrainedModel) -> bool:
+    """Forwards may run in inference mode: all weights are ordinary tensors in memory, and no code takes part but that
+    of torch, transformers and this package, hooks included.
+
+    What a library replaces during a forward, and what code of others keeps from it or differentiates in it, would
+    break there.
+    """
+    weights = all(
         type(each) is nn.Parameter and each.device.type != "meta" and not hasattr(each, "ds_id")
         for each in model.parameters()
     )
+    return weights and all(
+        "forward" not in vars(each)
+        and all(map(_is_known, (type(each).forward, *each._forward_hooks.values(), *each._forward_pre_hooks.values())))
+        for each in model.modules()
+    )
+
+
+def _is_known(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").partition(".")[0] in KNOWN_CODE
+
+
+def restore_buffers(model: nn.Module) -> None:
+    """Make ordinary tensors of the buffers that a module has replaced during a forward in inference mode."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_inference():
+                module._buffers[name] = buffer.clone()
+
+
+def embedding_table(model: PreTrainedModel) -> torch.Tensor:
+    """The input embeddings of a draft model, shape `(V, F)`. Raises `UnsupportedModelError` without a table."""
+    table = getattr(model.get_input_embeddings(), "weight", None)
+    if not isinstance(table, torch.Tensor):
+        refuse(
+            model,
+            "its input embeddings are no table with a `weight`, so it cannot be told which tokens it reads.",
+            'Use assistant_strategy="free", which runs no draft model.',
+        )
+    return table

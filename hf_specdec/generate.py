@@ -10,7 +10,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from .attention import packed_attention
-from .capability import check_model
+from .capability import check_model, restore_buffers
 from .compat import CACHE_NAME, decode_context, lost_keywords
 from .config import SpecDecConfig
 from .control import Scope
@@ -95,6 +95,7 @@ def run(
     request.controller = config.bound_schedule.build(scope)
     with ExitStack() as stack:
         stack.callback(request.release)
+        stack.callback(restore_buffers, model)
         stack.callback(request.drafter.finish)
         stack.callback(request.controller.finish)
         stack.enter_context(packed_attention(model))

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .attention import PACKED_SDPA, verifying
 from .cache import SlotCache
-from .capability import check_rotary, has_plain_weights
+from .capability import check_rotary, runs_in_inference_mode
 from .compat import CACHE_NAME, sliding_window_of
 from .errors import UnsupportedModelError
 from .layers import OutputForms, replaced
@@ -104,7 +104,7 @@ class SlotModel:
         self._offset: torch.Tensor | None = None
         self._rest: dict[str, Any] = {}
         self.cache: SlotCache | None = None
-        self.plain = has_plain_weights(model)
+        self.plain = runs_in_inference_mode(model)
         self.forwards = 0
         self.forward_seconds = 0.0
 

@@ -437,6 +437,16 @@ def test_rotary_positions_that_change_with_the_length_are_refused_only_where_the
     assert torch.equal(plain(model, **inputs, max_new_tokens=16, assistant_strategy=strategy), expected)
 
 
+def test_dynamic_rotary_positions_change_with_each_token_of_a_long_text():
+    rope: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    options = {**FAMILIES["llama"].options, "max_position_embeddings": 16}
+    with torch.random.fork_rng(devices=[]):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options, rope_parameters=rope))
+    model = hf_specdec.enable(without_special_tokens(randomise(model, 0.4, 2)))
+    with pytest.raises(UnsupportedModelError, match="passes 16 tokens"):
+        plain(model, **prompt(1), max_new_tokens=4, assistant_strategy="suffix")
+
+
 def tiny_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A copy whose class may be swapped."""
     copy = type(model)(model.config).float()

@@ -505,7 +505,7 @@ def test_a_drafter_that_learns_from_every_forward_does_so_while_it_is_timed(
 ) -> None:
     model = hf_specdec.enable(tiny())
     strategy = SpecDecConfig(name).resolved
-    kind = type(strategy.build(None, None))
+    kind = type(strategy.build(SimpleNamespace(model=model), None))
     heard: list[int] = []
 
     def learn(self: Any, view: DecodeView, tree: DraftTree, tokens: torch.Tensor, probs: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from ..capability import check_model, check_rotary
+from ..capability import check_model, check_rotary, embedding_table, restore_buffers
 from ..compat import CACHE_NAME
 from ..errors import SpecDecError
 from ..state import DecodeView, Plan
@@ -129,7 +129,7 @@ class ModelDrafter(Drafter):
         self._slots = SlotModel(model, None)
         self._window: int | None = getattr(self._slots.config, "max_position_embeddings", None)
         self._device = next((each.device for each in model.parameters() if each.device.type != "meta"), target.device)
-        self._readable = model.get_input_embeddings().weight.shape[0]
+        self._readable = embedding_table(model).shape[0]
         self._head = None
         if strategy.vocabulary is not None:
             self._head = trimmed_head(model, load_vocabulary(strategy.vocabulary), request.vocab_size)
@@ -310,6 +310,10 @@ class ModelDrafter(Drafter):
         self._run = None if self._run is None else self._run[list(rows)]
         if self._slots.cache is not None:
             self._slots.keep(rows)
+
+    def finish(self) -> None:
+        """The draft model is left with ordinary tensors."""
+        restore_buffers(self._slots.model)
 
 
 def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from ..attention import packed_attention
-from ..capability import check_model
+from ..capability import check_model, embedding_table, restore_buffers
 from ..errors import SpecDecError, unknown_name
 from ..state import DecodeView
 from ..target import SlotModel
@@ -116,7 +116,7 @@ class QuantizedDrafter(ModelDrafter):
         self._window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._head = None
         self._run = None
-        embeddings = model.get_input_embeddings().weight
+        embeddings = embedding_table(model)
         self._device = embeddings.device
         self._readable = embeddings.shape[0]
         self._installed = ExitStack()
@@ -148,6 +148,7 @@ class QuantizedDrafter(ModelDrafter):
     def finish(self) -> None:
         """Put the attention function of a user's model back."""
         self._installed.close()
+        restore_buffers(self._model)
 
 
 def sample_ids(request: Any, device: torch.device) -> torch.Tensor:
