@@ -117,6 +117,7 @@ def runs_in_inference_mode(model: PreTrainedModel) -> bool:
     )
     return weights and all(
         "forward" not in vars(each)
+        and not getattr(each, "_is_fsdp_managed_module", False)
         and all(map(_is_known, (type(each).forward, *each._forward_hooks.values(), *each._forward_pre_hooks.values())))
         for each in model.modules()
     )

@@ -107,6 +107,11 @@ def mark(model: Any) -> None:
     model.lm_head.weight.ds_id = 3
 
 
+def manage(model: Any) -> None:
+    """As FSDP marks the modules whose parameters it shards."""
+    model.model.layers[0]._is_fsdp_managed_module = True
+
+
 def hook(model: Any) -> None:
     model.model.layers[0].register_forward_hook(lambda module, args, output: None)
 
@@ -133,7 +138,7 @@ def replace_forward(model: Any) -> None:
     model.model.norm.forward = lambda states: own(states)
 
 
-@pytest.mark.parametrize("change", [shard, mark, hook, steer, replace_module, replace_forward])
+@pytest.mark.parametrize("change", [shard, mark, manage, hook, steer, replace_module, replace_forward])
 def test_what_others_may_keep_or_replace_is_run_as_before(monkeypatch, change):
     model = hf_specdec.enable(copy.deepcopy(spec_model()))
     assert runs_in_inference_mode(model)
