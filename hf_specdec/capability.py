@@ -92,9 +92,11 @@ def check_rotary(model: PreTrainedModel, max_length: int | None, prompt_length: 
         original = each.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
-        if kind == "dynamic":  # beyond the original length they change with each token
-            original, prompt_length = original or getattr(config, "max_position_embeddings", None), 0
-        crosses = max_length is None or original is None or prompt_length <= original < max_length
+        settled = prompt_length
+        if kind == "dynamic":
+            original = original or getattr(config, "max_position_embeddings", None)
+            settled = 0  # beyond the original length they change with each token, however long the prompt is
+        crosses = max_length is None or original is None or settled <= original < max_length
         if kind in ("dynamic", "longrope") and crosses:
             refuse(
                 model,

@@ -68,6 +68,11 @@ class DraftTree:
         """Edges between each node and the root; 0 for the root and for padding. `LongTensor` of shape `(B, N)`."""
         return self.seen.sum(-1) - 1
 
+    def on_host(self) -> list[tuple[list[int], list[float] | None]]:
+        """Parents and values of each row; None where the tree has no values. Reads the device."""
+        parents = self.parents.tolist()
+        return list(zip(parents, [None] * len(parents) if self.values is None else self.values.tolist()))
+
     @classmethod
     def from_chains(
         cls,

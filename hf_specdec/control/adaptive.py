@@ -255,10 +255,10 @@ class AdaptiveController(Controller):
         forwards = self._scope.drafter.forwards - self._forwards
         if tree.size == 1 or (forwards and tree.values is None):
             return tree
-        parents = tree.parents.tolist()
+        host = tree.on_host()
+        parents = [own for own, _ in host]
         kind = self._learned.model if forwards else self._learned.lookup
-        values = [None] * len(parents) if tree.values is None else tree.values.tolist()
-        judged = [kind.judge(*row) for row in zip(parents, values)]
+        judged = [kind.judge(*row) for row in host]
         chances = [chance for _, chance in judged]
         orders = [
             sorted((node for node, above in enumerate(own) if above >= 0), key=lambda node: -chance[node])

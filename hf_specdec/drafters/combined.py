@@ -209,10 +209,12 @@ class CombinedDrafter(Drafter):
     def ask(self, member: Drafter, view: DecodeView, plan: Plan) -> DraftTree:
         """A member's proposal, which is empty where the plan leaves members out that run a model."""
         strategy, own = self._strategies[id(member)], plan
-        if plan.own_widths:
-            own = replace(own, width=min(strategy.default_width, own.width))
         if member.runs_model and not member.looks_up:
-            own = own.for_model().within((strategy.default_depth if plan.model_depth is None else None) or own.depth)
+            own = plan.for_model()
+            if plan.model_depth is None and strategy.default_depth is not None:
+                own = own.within(strategy.default_depth)
+        if plan.own_widths:
+            own = replace(own, width=min(strategy.default_width, own.width)).within(own.depth)
         if not own.depth:
             return DraftTree.from_chains(view.roots(), [[]] * view.rows, view.device)
         tree = member.propose(view, own)
@@ -300,9 +302,8 @@ def promised(tree: DraftTree, chances: Chances | None) -> float:
     if chances is None:
         drafted = tree.parents >= 0
         return 1 + float((values_of(tree) * drafted).sum()) / len(drafted)
-    parents = tree.parents.tolist()
-    values = [None] * len(parents) if tree.values is None else tree.values.tolist()
-    return sum(map(sum, map(chances, parents, values))) / len(parents)
+    rows = tree.on_host()
+    return sum(sum(chances(*row)) for row in rows) / len(rows)
 
 
 def values_of(tree: DraftTree) -> torch.Tensor:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from ..attention import packed_attention
-from ..capability import check_model, embedding_table, restore_buffers
+from ..capability import check_model, embedding_table
 from ..errors import SpecDecError, unknown_name
 from ..state import DecodeView
 from ..target import SlotModel
@@ -112,7 +112,6 @@ class QuantizedDrafter(ModelDrafter):
         self._target = target
         self._request = request
         self._slots = SlotModel(model, None)
-        self._plain = self._slots.plain
         self._window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._head = None
         self._run = None
@@ -124,7 +123,7 @@ class QuantizedDrafter(ModelDrafter):
     def _borrow(self) -> None:
         """Put the quantised model behind the target's cache and inputs as they are now."""
         borrowed = copy.copy(self._target)
-        borrowed.model, borrowed.plain = self._model, self._plain
+        borrowed.model, borrowed.plain = self._model, self._slots.plain
         borrowed.forwards, borrowed.forward_seconds = self.forwards, self.forward_seconds
         self._slots = borrowed
 
@@ -148,7 +147,7 @@ class QuantizedDrafter(ModelDrafter):
     def finish(self) -> None:
         """Put the attention function of a user's model back."""
         self._installed.close()
-        restore_buffers(self._model)
+        super().finish()
 
 
 def sample_ids(request: Any, device: torch.device) -> torch.Tensor:

@@ -22,7 +22,7 @@ DEFAULT_TOP_TOKENS = 8
 TRUST = (0.25, 0.6, 0.9)
 """Probability that the target chooses among the tokens remembered of a similar last token, the last, the last two."""
 MOST_COMPARED = 2048
-"""Known tokens that a new one is compared with, the latest ones."""
+"""Known tokens that a new one is compared with, the first ones of the call."""
 
 Followers = Sequence[tuple[int, float]]
 """Tokens and their probabilities, best first."""
