@@ -1,8 +1,8 @@
 """Which part of a target should draft for it: match rates along its own text, measured steps, and what follows.
 
 Matches are counted where they would happen: in each round of a greedy call, every part is asked for the next token
-with the target's own keys and values behind it. A round of k drafts then costs k steps of the part and one verify
-pass, timed in real rounds; the tokens that it brings come from replaying the matches.
+with the target's own keys and values behind it. What a round of k drafts costs is timed in real rounds that take turns
+with plain steps; the tokens that it brings come from replaying the matches.
 """
 
 import random
@@ -28,29 +28,41 @@ LEAST, MOST = 0.1, 0.6
 
 
 @dataclass(frozen=True)
-class VerifyCosts:
-    """Seconds of a round without its drafting, linear between what was measured; and of single tokens.
+class RoundCosts:
+    """Seconds of rounds, linear between what was measured; and of single tokens.
+
+    The keys are an exit layer (None: the draft skipped sub-layers, and the verify pass runs all) and drafted tokens.
 
     Args:
         plain_seconds: a step of plain decoding.
         undrafted_seconds: a round without drafts: the loop's own step.
-        points: by exit layer (None: the draft skipped sub-layers, and the verify pass runs all) and drafted tokens.
+        drafts: the drafting of a round.
+        verifies: the rest of it.
     """
 
     plain_seconds: float
     undrafted_seconds: float
-    points: Mapping[tuple[int | None, int], float]
+    drafts: Mapping[tuple[int | None, int], float]
+    verifies: Mapping[tuple[int | None, int], float]
 
-    def at(self, exit_layer: int | None, length: int) -> float:
-        """After an exit at this layer, for this many drafted tokens."""
-        lengths = sorted({each for _, each in self.points})
-        return float(np.interp(length, lengths, [self._at(exit_layer, each) for each in lengths]))
+    def draft(self, exit_layer: int | None, length: int) -> float:
+        """Drafting this many tokens with this exit, or with the skip set that was timed."""
+        return _between(self.drafts, exit_layer, length)
 
-    def _at(self, exit_layer: int | None, length: int) -> float:
+    def verify(self, exit_layer: int | None, length: int) -> float:
+        """The rest of that round."""
+        return _between(self.verifies, exit_layer, length)
+
+
+def _between(points: Mapping[tuple[int | None, int], float], exit_layer: int | None, length: int) -> float:
+    def at(timed: int) -> float:
         if exit_layer is None:
-            return self.points[None, length]
-        exits = sorted(each for each, own in self.points if each is not None and own == length)
-        return float(np.interp(exit_layer, exits, [self.points[each, length] for each in exits]))
+            return points[None, timed]
+        exits = sorted(each for each, own in points if each is not None and own == timed)
+        return float(np.interp(exit_layer, exits, [points[each, timed] for each in exits]))
+
+    lengths = sorted({each for _, each in points})
+    return float(np.interp(length, lengths, list(map(at, lengths))))
 
 
 @dataclass(frozen=True)
@@ -79,21 +91,32 @@ class PartForecast:
         return SpecDecConfig("layer_skip", self.part.to_dict(), max_draft_tokens=self.length)
 
 
-def forecast_part(part: LayerSkip, probe: Probe, costs: VerifyCosts, max_length: int) -> PartForecast:
-    """The best draft length of a part, from 1 on: `tokens * t_plain / (rounds * (k * t_draft + t_verify(k)))`.
+def forecast_part(
+    part: LayerSkip, probe: Probe, costs: RoundCosts, max_length: int, timed: bool = True
+) -> PartForecast:
+    """The best draft length of a part, from 1 on: `tokens * t_plain / (rounds * (t_draft(k) + t_verify(k)))`.
 
     After an early exit the replay is exact: a draft is the same wherever it begins. A part that skips sub-layers sees
     its own keys and values behind its first draft, and may match a little less often than it says.
+
+    Args:
+        part: which.
+        probe: what it did along the target's texts.
+        costs: of rounds.
+        max_length: the longest draft.
+        timed: `costs` has this part's drafts, or those of exits around it; otherwise k steps of the probe are taken,
+            which were timed at another moment than plain steps: enough to compare skip sets.
     """
     tokens = sum(map(len, probe.agreed))
     found = []
     for length in range(1, max_length + 1):
         rounds = sum(len(replay(text, length)) for text in probe.agreed)
-        seconds = rounds * (length * probe.step_seconds + costs.at(part.exit_layer, length))
-        found.append((tokens * costs.plain_seconds / seconds, length, tokens / rounds))
-    speedup, length, per_round = max(found, key=lambda each: each[0])
+        drafting = costs.draft(part.exit_layer, length) if timed else length * probe.step_seconds
+        seconds = rounds * (drafting + costs.verify(part.exit_layer, length))
+        found.append((tokens * costs.plain_seconds / seconds, length, tokens / rounds, drafting / length))
+    speedup, length, per_round, step = max(found, key=lambda each: each[0])
     rate = sum(map(sum, probe.agreed)) / tokens
-    return PartForecast(part, rate, probe.step_seconds / costs.plain_seconds, length, per_round, speedup)
+    return PartForecast(part, rate, step / costs.plain_seconds, length, per_round, speedup)
 
 
 @dataclass(frozen=True)
@@ -179,15 +202,16 @@ class PartMeasure:
     new_tokens: int
     max_length: int
 
-    def costs(self, layers: int, skipped: LayerSkip | None) -> VerifyCosts:
-        """What verify passes and plain steps cost."""
+    def costs(self, parts: Sequence[LayerSkip]) -> RoundCosts:
+        """What rounds of these parts (any exits, at most one skip set) and plain steps cost."""
         lengths = sorted({each for each in LENGTHS if each <= self.max_length} | {self.max_length})
-        parts = [LayerSkip(exit_layer=each) for each in sorted({1, max(layers // 2, 1), layers - 1})]
-        parts += [skipped] if skipped is not None else []
         middle = sorted(self.prompts, key=len)[len(self.prompts) // 2]
         timed = round_seconds(self.model, middle, parts, lengths, REPEATS)
-        points = {(part.exit_layer, length): own for (part, length), own in timed.verify.items()}
-        return VerifyCosts(timed.plain, timed.undrafted, points)
+        drafts, verifies = (
+            {(part.exit_layer, length): own for (part, length), own in log.items()}
+            for log in (timed.draft, timed.verify)
+        )
+        return RoundCosts(timed.plain, timed.undrafted, drafts, verifies)
 
     def probes(self, parts: Sequence[LayerSkip], prompts: int | None = None) -> list[Probe]:
         """Matches and steps of these parts on the first `prompts` prompts, or on all."""
@@ -263,28 +287,16 @@ def plan_layers(
     console = console or Console(highlight=False)
     measure = PartMeasure(model, prompts, new_tokens, max_length)
     with _progress() as step:
-        sublayers = measure.sublayers(layers) if budget else []
-        first = skip_set(sublayers) if sublayers else None
         exits = [LayerSkip(exit_layer=each) for each in range(1, layers)]
-        step("costs")
-        costs = measure.costs(layers, first)
-
-        def rated(parts: Sequence[LayerSkip], some: int | None = None) -> list[PartForecast]:
-            found = measure.probes(parts, some)
-            return [forecast_part(part, own, costs, max_length) for part, own in zip(parts, found, strict=True)]
-
         step("exit layers")
-        forecasts = rated(exits)
-        if sublayers:
-            step("skip sets")
-            draw, best, left = random.Random(0), None, budget
-            while left > 0:
-                batch = candidates(sublayers, None if best is None else best.part, min(left, -(-budget // 4)), draw)
-                left -= max(1, len(batch))
-                tried = rated(batch, max(1, len(prompts) // 3)) if batch else []
-                best = max([*tried, *([best] if best else [])], key=lambda each: each.speedup)
-            assert best is not None
-            forecasts += rated([best.part])
+        parts = list(zip(exits, measure.probes(exits), strict=True))
+        best = _best_skip_set(measure, layers, budget, step) if budget else None
+        if best is not None:
+            parts += zip([best], measure.probes([best]))
+        step("costs")
+        timed = [LayerSkip(exit_layer=each) for each in sorted({1, max(layers // 2, 1), layers - 1})]
+        costs = measure.costs([*timed, *([best] if best is not None else [])])
+        forecasts = [forecast_part(part, probe, costs, max_length) for part, probe in parts]
         step("check")
         winner = max(forecasts, key=lambda each: each.speedup)
         plain, own = decode_seconds(model, prompts, winner.config, new_tokens)
@@ -292,6 +304,28 @@ def plan_layers(
     console.print(planned.table())
     console.print(planned.sentence, soft_wrap=True)
     return planned
+
+
+def _best_skip_set(measure: PartMeasure, layers: int, budget: int, step: Callable[[str], None]) -> LayerSkip | None:
+    """The fastest of `budget` skip sets on a third of the prompts; None where nothing can be skipped."""
+    step("what can be skipped")
+    sublayers = measure.sublayers(layers)
+    if not sublayers:
+        return None
+    step("skip sets")
+    costs = measure.costs([skip_set(sublayers)])
+    draw, best, left = random.Random(0), None, budget
+    while left > 0:
+        batch = candidates(sublayers, None if best is None else best.part, min(left, -(-budget // 4)), draw)
+        left -= max(1, len(batch))
+        probes = measure.probes(batch, max(1, len(measure.prompts) // 3)) if batch else []
+        tried = [
+            forecast_part(part, probe, costs, measure.max_length, timed=False)
+            for part, probe in zip(batch, probes, strict=True)
+        ]
+        best = max([*tried, *([best] if best else [])], key=lambda each: each.speedup)
+    assert best is not None
+    return best.part
 
 
 def _checked_layers(

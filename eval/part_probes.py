@@ -127,12 +127,14 @@ class ScheduledRounds(DraftStrategy):
     Args:
         parts: whose drafts.
         schedule: a part and a number of tokens, round by round.
-        log: seconds of the rounds without their drafting.
+        drafts: seconds of drafting by part and number of tokens.
+        verifies: seconds of the rest of the rounds.
     """
 
     parts: tuple[LayerSkip, ...]
     schedule: tuple[tuple[int, int], ...]
-    log: dict[tuple[int, int], list[float]]
+    drafts: dict[tuple[int, int], list[float]]
+    verifies: dict[tuple[int, int], list[float]]
 
     name: ClassVar[str] = "scheduled_rounds"
 
@@ -155,7 +157,7 @@ class ScheduledRoundsDrafter(Drafter):
         now = time.perf_counter()
         schedule = self._strategy.schedule
         if self._passed > UNCOUNTED:
-            self._strategy.log.setdefault(schedule[self._passed - 1], []).append(now - self._drafted_at)
+            self._strategy.verifies.setdefault(schedule[self._passed - 1], []).append(now - self._drafted_at)
         if self._passed == len(schedule) or plan.depth < schedule[self._passed][1]:
             raise ScheduleEnded
         part, length = schedule[self._passed]
@@ -166,6 +168,8 @@ class ScheduledRoundsDrafter(Drafter):
         tree = self._drafters[part].propose(view, Plan.chain(length))
         tree.tokens.tolist()  # what was asked of the device is done
         self._drafted_at = time.perf_counter()
+        if self._passed > UNCOUNTED:
+            self._strategy.drafts.setdefault(schedule[self._passed - 1], []).append(self._drafted_at - now)
         return tree
 
 
@@ -176,11 +180,13 @@ class RoundSeconds:
     Args:
         plain: a step of plain decoding.
         undrafted: a round without drafts.
-        verify: a round without its drafting, by part and drafted tokens.
+        draft: the drafting of a round, by part and drafted tokens.
+        verify: the rest of it, likewise.
     """
 
     plain: float
     undrafted: float
+    draft: Mapping[tuple[LayerSkip, int], float]
     verify: Mapping[tuple[LayerSkip, int], float]
 
 
@@ -193,12 +199,13 @@ def round_seconds(
 ) -> RoundSeconds:
     """Time rounds of every part and draft length in some calls, and plain steps in calls between them."""
     pairs = [(0, 0), *((part, length) for part in range(len(parts)) for length in lengths)]
-    log: dict[tuple[int, int], list[float]] = {}
+    drafts: dict[tuple[int, int], list[float]] = {}
+    verifies: dict[tuple[int, int], list[float]] = {}
     plain: list[float] = []
     for repeat in range(repeats):
         order = random.Random(repeat).sample(pairs, len(pairs))
         schedule = (*[pairs[-1]] * UNCOUNTED, *order)
-        rounds = ScheduledRounds(tuple(parts), schedule, log)
+        rounds = ScheduledRounds(tuple(parts), schedule, drafts, verifies)
         config = SpecDecConfig(rounds, max_draft_tokens=max(lengths), schedule="constant")
         limit = sum(length + 1 for _, length in schedule) + max(lengths) + 2
         clock = TokenClock()
@@ -207,14 +214,17 @@ def round_seconds(
                 _generate(model, prompt, limit, assistant_strategy=config)
             _generate(model, prompt, PLAIN_STEPS, streamer=clock)
         plain += clock.step_seconds()
-    if missing := [pair for pair in pairs if pair not in log]:
+    if missing := [pair for pair in pairs if pair not in verifies]:
         raise SpecDecError(
             f"The model's texts ended before a round of {missing[0][1]} drafts was timed; its stopping criteria end "
             "them."
         )
-    medians = {pair: statistics.median(own) for pair, own in log.items()}
-    verify = {(parts[part], length): own for (part, length), own in medians.items() if length}
-    return RoundSeconds(statistics.median(plain), medians[0, 0], verify)
+
+    def medians(log: Mapping[tuple[int, int], list[float]]) -> dict[tuple[LayerSkip, int], float]:
+        return {(parts[part], length): statistics.median(own) for (part, length), own in log.items() if length}
+
+    undrafted = statistics.median(verifies[0, 0])
+    return RoundSeconds(statistics.median(plain), undrafted, medians(drafts), medians(verifies))
 
 
 def decode_seconds(

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 from whims import Never
 
 import hf_specdec
-from hf_specdec import LayerSkip, SpecDecConfig, SpecDecError
+from hf_specdec import Drafter, DraftTree, LayerSkip, Plan, SpecDecConfig, SpecDecError
 from hf_specdec.control import SCHEDULES
 from hf_specdec_eval import commands, layer_plan, part_probes
 from hf_specdec_eval.config import essential
 from hf_specdec_eval.layer_plan import (
     LayerPlan,
     PartForecast,
-    VerifyCosts,
+    RoundCosts,
     candidates,
     forecast_part,
     plan_layers,
@@ -76,8 +76,28 @@ def test_the_text_is_not_changed_by_watching_parts():
 def test_rounds_of_all_parts_and_lengths_are_timed():
     parts = [LayerSkip(exit_layer=1), LayerSkip(exit_layer=3), LayerSkip(skip_mlp=[1])]
     timed = round_seconds(model(), prompts(1)[0], parts, [1, 3], 2)
-    assert set(timed.verify) == {(part, length) for part in parts for length in (1, 3)}
-    assert min(timed.plain, timed.undrafted, *timed.verify.values()) > 0
+    assert set(timed.verify) == set(timed.draft) == {(part, length) for part in parts for length in (1, 3)}
+    assert min(timed.plain, timed.undrafted, *timed.verify.values(), *timed.draft.values()) > 0
+
+
+def test_drafting_is_told_from_the_rest_of_a_round(monkeypatch):
+    """A part that drafts slowly, by a clock of ours: its seconds are in `draft`, by its length, and nowhere else."""
+    now = [0.0]
+    monkeypatch.setattr(part_probes.time, "perf_counter", lambda: now[0])
+
+    class Slow(Drafter):
+        def propose(self, view: Any, plan: Plan) -> DraftTree:
+            now[0] += 10.0 * plan.depth + 1
+            return DraftTree.from_chains(view.roots(), [[5] * plan.depth] * view.rows, view.device)
+
+        def observe(self, view: Any, emitted: Any) -> None:
+            now[0] += 3.0
+
+    monkeypatch.setattr(LayerSkip, "build", lambda *_: Slow())
+    part = LayerSkip(exit_layer=3)
+    timed = round_seconds(model(), prompts(1)[0], [part], [1, 2, 4], 2)
+    assert timed.draft == {(part, length): 10 * length + 1 for length in (1, 2, 4)}
+    assert set(timed.verify.values()) <= {0, 3} and timed.undrafted == 0
 
 
 def test_no_schedule_decides_what_is_asked_and_timed(monkeypatch):
@@ -88,27 +108,35 @@ def test_no_schedule_decides_what_is_asked_and_timed(monkeypatch):
     assert len(probe.agreed[0]) == 10, "each token but the first, which the prompt's forward brings, and the last"
 
 
-def test_verify_costs_lie_on_lines():
-    costs = VerifyCosts(
-        1.0, 1.0, {(1, 1): 10.0, (1, 5): 14.0, (5, 1): 6.0, (5, 5): 8.0, (None, 1): 11.0, (None, 5): 19.0}
-    )
-    assert costs.at(1, 1) == 10 and costs.at(5, 5) == 8
-    assert costs.at(3, 1) == pytest.approx(8) and costs.at(3, 3) == pytest.approx(9.5)
-    assert costs.at(None, 2) == pytest.approx(13)
+def test_costs_lie_on_lines():
+    points: Any = {(1, 1): 10.0, (1, 5): 14.0, (5, 1): 6.0, (5, 5): 8.0, (None, 1): 11.0, (None, 5): 19.0}
+    costs = RoundCosts(1.0, 1.0, {key: 2 * own for key, own in points.items()}, points)
+    assert costs.verify(1, 1) == 10 and costs.verify(5, 5) == 8
+    assert costs.verify(3, 1) == pytest.approx(8) and costs.verify(3, 3) == pytest.approx(9.5)
+    assert costs.verify(None, 2) == pytest.approx(13) and costs.draft(None, 2) == pytest.approx(26)
+    assert costs.draft(3, 3) == pytest.approx(19)
 
 
-FLAT = VerifyCosts(1.0, 1.0, {(each, length): 1.0 for each in (1, 3, None) for length in (1, 8)})
+def flat(step: float) -> RoundCosts:
+    keys = [(each, length) for each in (1, 3, None) for length in (1, 8)]
+    return RoundCosts(1.0, 1.0, {key: step * key[1] for key in keys}, dict.fromkeys(keys, 1.0))
 
 
 def test_a_forecast_replays_the_matches():
     """All right, then k drafts and one verify pass bring k + 1 tokens; all wrong, then one."""
-    right = forecast_part(LayerSkip(exit_layer=2), Probe(((True,) * 90,), 0.1), FLAT, 8)
-    assert right.length == 8 and right.match_rate == 1.0
+    right = forecast_part(LayerSkip(exit_layer=2), Probe(((True,) * 90,), 9.9), flat(0.1), 8)
+    assert right.length == 8 and right.match_rate == 1.0 and right.step_share == pytest.approx(0.1)
     assert right.tokens_per_round == pytest.approx(9) and right.speedup == pytest.approx(9 / 1.8)
-    wrong = forecast_part(LayerSkip(exit_layer=2), Probe(((False,) * 90,), 0.1), FLAT, 8)
+    wrong = forecast_part(LayerSkip(exit_layer=2), Probe(((False,) * 90,), 9.9), flat(0.1), 8)
     assert wrong.length == 1 and wrong.speedup == pytest.approx(1 / 1.1) and wrong.tokens_per_round == 1
-    mixed = forecast_part(LayerSkip(exit_layer=2), Probe(((True, False) * 45,), 0.5), FLAT, 8)
+    mixed = forecast_part(LayerSkip(exit_layer=2), Probe(((True, False) * 45,), 9.9), flat(0.5), 8)
     assert mixed.length == 1 and mixed.speedup == pytest.approx(2 / 1.5)
+
+
+def test_a_part_whose_rounds_were_not_timed_is_forecast_from_its_steps():
+    part = LayerSkip(skip_mlp=[1])
+    found = forecast_part(part, Probe(((True,) * 90,), 0.1), flat(9.9), 8, timed=False)
+    assert found.length == 8 and found.speedup == pytest.approx(9 / 1.8) and found.step_share == pytest.approx(0.1)
 
 
 def some(speedup: float, part: LayerSkip) -> PartForecast:
