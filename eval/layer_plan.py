@@ -162,7 +162,7 @@ class LayerPlan:
     def table(self) -> Table:
         """A row per part; the best is bold."""
         table = Table(title="Drafting with a part of the model, against plain generate")
-        table.add_column("part")
+        table.add_column("part", no_wrap=True)
         for column in ("match rate", "draft step", "draft length", "tokens per round", "decoding"):
             table.add_column(column, justify="right")
         table.add_row("no drafts", "", "", "0", "1.00", f"{self.undrafted:.2f}x")

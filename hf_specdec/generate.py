@@ -16,6 +16,7 @@ from .config import SpecDecConfig
 from .control import Scope
 from .drafters import DraftStrategy
 from .errors import SpecDecError, UnsupportedOptionError
+from .kernels import calling
 from .loop import decode
 from .options import check_options
 from .request import Request
@@ -89,11 +90,12 @@ def run(
         plan=config.plan(),
         extras=extras,
     )
-    with request.undisturbed():
-        request.drafter = strategy.build(request.target, request)
-    scope = Scope(config.plan, request.drafter, model, f"{strategy.name} {strategy.to_dict()}")
-    request.controller = config.bound_schedule.build(scope)
     with ExitStack() as stack:
+        stack.enter_context(calling())
+        with request.undisturbed():
+            request.drafter = strategy.build(request.target, request)
+        scope = Scope(config.plan, request.drafter, model, f"{strategy.name} {strategy.to_dict()}")
+        request.controller = config.bound_schedule.build(scope)
         stack.callback(request.release)
         stack.callback(restore_buffers, model)
         stack.callback(request.drafter.finish)

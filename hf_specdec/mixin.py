@@ -15,6 +15,7 @@ from .compat import needs_synced_gpus
 from .config import SpecDecConfig
 from .errors import SpecDecError, UnsupportedOptionError
 from .generate import check_combination, run
+from .kernels import calling
 from .options import check_options
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -42,7 +43,8 @@ class SpeculativeGenerationMixin(GenerationMixin):
             SpecDecError: before the first forward pass, for what cannot be done exactly.
         """
         if assistant_strategy is None:
-            return super().generate(*args, **kwargs)
+            with calling():
+                return super().generate(*args, **kwargs)
         config = SpecDecConfig.of(assistant_strategy)
         check_combination(config)
         given = _by_name(self, args, kwargs)

@@ -8,7 +8,7 @@ needs. Prefill is plain `generate`'s own, with the cache that `generate` prepare
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,10 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from .attention import PACKED_SDPA, verifying
 from .cache import SlotCache
-from .capability import check_rotary, runs_in_inference_mode
+from .capability import check_rotary
 from .compat import CACHE_NAME, sliding_window_of
 from .errors import UnsupportedModelError
+from .kernels import ForwardMode
 from .layers import OutputForms, replaced
 from .partial import PartialTarget
 from .tree import DraftTree, ancestors
@@ -92,7 +93,7 @@ class SlotModel:
         limit: slots that a row will never exceed, or None.
 
     Attributes:
-        plain: forwards run in inference mode, where each operation costs the host less.
+        mode: how forwards compute.
     """
 
     def __init__(self, model: PreTrainedModel, limit: int | None):
@@ -104,7 +105,7 @@ class SlotModel:
         self._offset: torch.Tensor | None = None
         self._rest: dict[str, Any] = {}
         self.cache: SlotCache | None = None
-        self.plain = runs_in_inference_mode(model)
+        self.mode = ForwardMode(model)
         self.forwards = 0
         self.forward_seconds = 0.0
 
@@ -167,7 +168,7 @@ class SlotModel:
         positions = index if self._offset is None else index + self._offset
         masks = self._masks(counted, seen)
         inputs = self._inputs(tokens, masks, positions, keep_last)
-        with self.timed(), verifying(), torch.inference_mode() if self.plain else nullcontext():
+        with self.timed(), verifying(), self.mode(tokens.numel()):
             return self.model(**inputs, return_dict=True)
 
     def _inputs(self, tokens: torch.Tensor, masks: Any, positions: torch.Tensor, keep_last: bool) -> dict[str, Any]:

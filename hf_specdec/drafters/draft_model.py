@@ -253,8 +253,9 @@ class ModelDrafter(Drafter):
         if self._head is None:
             return self._slots.run(tokens, seen, lengths, keep_last, self._window).logits
         hidden = self._slots.run(tokens, seen, lengths, window=self._window).last_hidden_state
-        with self._slots.timed(forwards=0):
-            return self._head.logits(hidden[:, -1:] if keep_last else hidden)
+        hidden = hidden[:, -1:] if keep_last else hidden
+        with self._slots.timed(forwards=0), self._slots.mode(hidden.shape[0] * hidden.shape[1]):
+            return self._head.logits(hidden)
 
     def _likeliest(self, scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens with the largest scores and their probabilities, shapes `(B, n, count)`."""

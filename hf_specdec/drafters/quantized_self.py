@@ -123,7 +123,7 @@ class QuantizedDrafter(ModelDrafter):
     def _borrow(self) -> None:
         """Put the quantised model behind the target's cache and inputs as they are now."""
         borrowed = copy.copy(self._target)
-        borrowed.model, borrowed.plain = self._model, self._slots.plain
+        borrowed.model, borrowed.mode = self._model, self._slots.mode
         borrowed.forwards, borrowed.forward_seconds = self.forwards, self.forward_seconds
         self._slots = borrowed
 

@@ -1,0 +1,125 @@
+"""How forwards of few tokens compute: in inference mode, and in bfloat16 on a CPU by the faster of torch's two kernels.
+
+In inference mode each operation costs the host less. torch hands bfloat16 products to oneDNN, which is made for blocks. ATen's own matrix-vector kernel sums the same products
+in float32 as well, and on some processors reads a weight twice as fast; blocks of more vectors are oneDNN's by far. So
+each is timed on the model's largest weight, once in a process, and forwards over few tokens go the way that was clearly
+faster.
+
+The switch is torch's and holds for the whole process. It is off during such a forward alone, and left alone while calls
+of `generate` on enabled models run in other threads, whose prompts it would slow down.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .capability import runs_in_inference_mode
+
+MOST_VECTORS = 2
+"""Blocks of more are not timed."""
+LEAST_BYTES, SAMPLE_BYTES = 8 << 20, 64 << 20
+"""Sizes of a weight that is timed: too large for the caches, and no more of it than tells."""
+REPEATS = 3
+CLEARLY = 0.85
+"""Share of oneDNN's time that ATen's kernel must stay below."""
+
+_lock = threading.Lock()
+_calls: Counter[int] = Counter()
+_measured: dict[tuple[int, int, int], frozenset[int]] = {}
+_users = 0
+_before = True
+
+
+@contextmanager
+def calling() -> Iterator[None]:
+    """A call of `generate` by this thread."""
+    thread = threading.get_ident()
+    with _lock:
+        _calls[thread] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _calls[thread] -= 1
+            if not _calls[thread]:
+                del _calls[thread]
+
+
+class ForwardMode:
+    """What a model's forwards run in.
+
+    Attributes:
+        inference: inference mode.
+        lean: numbers of tokens, all rows together, that run without oneDNN.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.inference = runs_in_inference_mode(model)
+        self.lean = lean_sizes(model)
+
+    @contextmanager
+    def __call__(self, tokens: int) -> Iterator[None]:
+        """For a forward over this many tokens."""
+        with torch.inference_mode() if self.inference else nullcontext(), lean_products(tokens in self.lean):
+            yield
+
+
+def lean_sizes(model: nn.Module) -> frozenset[int]:
+    """Numbers of vectors that this model multiplies faster without oneDNN; none for most models and machines."""
+    weights = [
+        each.weight
+        for each in model.modules()
+        if isinstance(each, nn.Linear) and each.weight.dtype is torch.bfloat16 and each.weight.device.type == "cpu"
+    ]
+    largest = max(weights, key=lambda each: each.numel(), default=None)
+    if largest is None or 2 * largest.numel() < LEAST_BYTES or not torch._C._get_mkldnn_enabled():
+        return frozenset()
+    key = (*largest.shape, torch.get_num_threads())
+    if key not in _measured:
+        _measured[key] = _measure(largest.detach())
+    return _measured[key]
+
+
+def _measure(weight: torch.Tensor) -> frozenset[int]:
+    """Time both kernels in turn."""
+    weight = weight[: max(1, SAMPLE_BYTES // (2 * weight.shape[1]))]
+    found = []
+    for vectors in range(1, MOST_VECTORS + 1):
+        block = torch.ones(vectors, weight.shape[1], dtype=weight.dtype)
+        best = {True: float("inf"), False: float("inf")}
+        for _ in range(REPEATS):
+            for lean in best:
+                with torch.inference_mode(), lean_products(lean):
+                    started = time.perf_counter()
+                    nn.functional.linear(block, weight)
+                    best[lean] = min(best[lean], time.perf_counter() - started)
+        if best[True] < CLEARLY * best[False]:
+            found.append(vectors)
+    return frozenset(found)
+
+
+@contextmanager
+def lean_products(wanted: bool = True) -> Iterator[None]:
+    """Products inside do without oneDNN, if that is wanted and no other thread is in a call."""
+    global _users, _before
+    with _lock:
+        wanted = wanted and not set(_calls) - {threading.get_ident()}
+        if wanted:
+            if not _users:
+                _before = torch._C._get_mkldnn_enabled()
+                torch._C._set_mkldnn_enabled(False)
+            _users += 1
+    try:
+        yield
+    finally:
+        if wanted:
+            with _lock:
+                _users -= 1
+                if not _users:
+                    torch._C._set_mkldnn_enabled(_before)
