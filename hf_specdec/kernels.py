@@ -1,12 +1,12 @@
-"""How forwards of few tokens compute: in inference mode, and in bfloat16 on a CPU by the faster of torch's two kernels.
+"""How forwards over few tokens compute: in inference mode, and in bfloat16 on a CPU by the faster of torch's kernels.
 
-In inference mode each operation costs the host less. torch hands bfloat16 products to oneDNN, which is made for blocks. ATen's own matrix-vector kernel sums the same products
-in float32 as well, and on some processors reads a weight twice as fast; blocks of more vectors are oneDNN's by far. So
-each is timed on the model's largest weight, once in a process, and forwards over few tokens go the way that was clearly
-faster.
+In inference mode each operation costs the host less. In bfloat16, torch hands products to oneDNN, which is made for
+blocks. For one vector or two, ATen's own kernel sums the same products, in float32 as well, and on some processors
+reads a weight twice as fast. Both are timed on the model's largest weight, once in a process, and forwards over so few
+tokens go the way that was clearly faster.
 
-The switch is torch's and holds for the whole process. It is off during such a forward alone, and left alone while calls
-of `generate` on enabled models run in other threads, whose prompts it would slow down.
+The switch is torch's and holds for the whole process. It is off during such a forward alone, and not touched while
+calls of `generate` on enabled models run in other threads, whose prompts it would slow down.
 """
 
 import threading

@@ -25,6 +25,7 @@ from .errors import UnsupportedModelError
 from .kernels import ForwardMode
 from .layers import OutputForms, replaced
 from .partial import PartialTarget
+from .prompt import run_prompt
 from .tree import DraftTree, ancestors
 from .verify import most_likely
 
@@ -288,7 +289,7 @@ class Target(SlotModel):
         check_rotary(model, max_length, prompt_length)
         super().__init__(model, None if max_length is None else max_length + spare)
         self._model_kwargs = model_kwargs
-        self._prompt_states: list[torch.Tensor] = []
+        self._prompt_states: dict[int, list[torch.Tensor]] = {}
         self.device = device
         self.columns = max_length
         self.output_forms = OutputForms()
@@ -314,16 +315,20 @@ class Target(SlotModel):
             keeps_states: keep what `prompt_top` needs.
         """
         kwargs = self._model_kwargs
-        seen = replaced(self.output_forms.seen(self._part_modules))
-        with self.timed(), seen, last_hidden_states(self.model, keeps_states) as states:
-            outputs = self.model._prefill(input_ids, generation_config, kwargs)
-        self._prompt_states = states
-        embeds = kwargs.get("inputs_embeds")
-        length = input_ids.shape[1] if embeds is None else embeds.shape[1]
-        mask = kwargs.get("attention_mask")
-        if mask is None:
-            mask = torch.ones(outputs.logits.shape[0], length, dtype=torch.long, device=outputs.logits.device)
-        lengths = self.prefill(outputs[CACHE_NAME], mask)
+
+        def run(rows: Sequence[int], ids: torch.Tensor, own: dict[str, Any]) -> Any:
+            seen = replaced(self.output_forms.seen(self._part_modules))
+            with self.timed(), seen, last_hidden_states(self.model, keeps_states) as states:
+                outputs = self.model._prefill(ids, generation_config, own)
+            self._prompt_states |= {row: [each[place] for each in states] for place, row in enumerate(rows)}
+            return outputs
+
+        outputs, logits, cache = run_prompt(self.model, input_ids, generation_config, kwargs, run)
+        if (mask := kwargs.get("attention_mask")) is None:
+            embeds = kwargs.get("inputs_embeds")
+            length = input_ids.shape[1] if embeds is None else embeds.shape[1]
+            mask = torch.ones(len(logits), length, dtype=torch.long, device=logits.device)
+        lengths = self.prefill(cache, mask)
         if (positions := kwargs.get("position_ids")) is not None:
             self.position_offset(positions, lengths)
         dropped = (*PREFILL_ONLY, "attention_mask", "position_ids", CACHE_NAME)
@@ -331,7 +336,7 @@ class Target(SlotModel):
         types = kwargs.get("token_type_ids")
         if types is not None and self.config is self.model.config:  # a text model; vision models mean the prompt alone
             self._rest["token_type_ids"] = types[:, -1:]
-        return TargetOutput(outputs.logits[:, -1:], outputs), lengths
+        return TargetOutput(logits, outputs), lengths
 
     def prompt_top(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The likeliest tokens after each position of a prompt that was run, and their softmax: shapes `(n, count)`.
@@ -342,9 +347,9 @@ class Target(SlotModel):
             row: of the caller's batch.
         """
         head = self.model.get_output_embeddings()
-        if not self._prompt_states or head is None:
+        if not self._prompt_states.get(row) or head is None:
             return None
-        states = torch.cat([each[row] for each in self._prompt_states])
+        states = torch.cat(self._prompt_states[row])
         mask = self._model_kwargs.get("attention_mask")
         if mask is not None:
             states = states[mask[row, -len(states) :].bool()]
@@ -353,7 +358,7 @@ class Target(SlotModel):
 
     def forget_prompt(self) -> None:
         """Release the states that `prompt_top` needs."""
-        self._prompt_states = []
+        self._prompt_states = {}
 
     def partial(
         self,

@@ -36,6 +36,8 @@ PLACES: dict[str, str] = {
     "outputs": "state",
     "attention": "compat",
     "capability": "compat",
+    "kernels": "compat",
+    "prompt": "compat",
     "layers": "compat",
     "partial": "target",
     "config": "loop",
