@@ -281,8 +281,8 @@ class Calibration:
         limit = 2 * (len(schedule) + max(lengths)) + 2  # a random token may happen to be right
         with ForwardClock(self.model, counting=False) as clock, suppress(ScheduleEnded):
             self._generate(batch_size, context, len(schedule), limit, assistant_strategy=request)
-        if log.first_round_at is not None and clock.first_ended is not None:
-            log.start_seconds.append(log.first_round_at - clock.first_ended)
+        if log.first_round_at is not None and clock.ended:
+            log.start_seconds.append(log.first_round_at - clock.ended[0])
 
     def _generate(self, batch_size: int, context: int, steps: int, limit: int, **arguments: Any) -> None:
         """A call with random prompts, of at most `limit` new tokens; the first `steps` lie around the context."""

@@ -1,8 +1,8 @@
 """One call of `generate`, timed: the same inputs, seed, token count and clock for every method.
 
-Seconds run from the call to the synchronised device after it. Prefill ends with the first forward pass of the target;
-what comes after is decoding. Tokens are counted up to and including the first end-of-sequence token, or the one that
-completes a stop text, for all alike.
+Seconds run from the call to the synchronised device after it. Prefill ends with the target's forward pass over the
+prompt (the last of them, where a ragged batch takes several); what comes after is decoding. Tokens are counted up to
+and including the first end-of-sequence token, or the one that completes a stop text, for all alike.
 """
 
 import time
@@ -23,18 +23,20 @@ OVERLAP = 32
 
 
 class ForwardClock:
-    """Notes when the first forward pass of a model ended while active, and counts them if asked to.
+    """Notes when forward passes of a model ended while active.
 
     Args:
         model: the target.
         counting: False leaves the model alone after the first pass, so that a compiled step stays whole.
+
+    Attributes:
+        ended: when each pass ended, the first one as seen from the synchronised device.
     """
 
     def __init__(self, model: PreTrainedModel, counting: bool):
         self._model = model
         self._counting = counting
-        self.count = 0
-        self.first_ended: float | None = None
+        self.ended: list[float] = []
 
     def __enter__(self) -> "ForwardClock":
         self._handle = self._model.register_forward_hook(self._passed)
@@ -44,12 +46,11 @@ class ForwardClock:
         self._handle.remove()
 
     def _passed(self, *args: object) -> None:
-        self.count += 1
-        if self.first_ended is None:
+        if not self.ended:
             synchronise(self._model.device)
-            self.first_ended = time.perf_counter()
             if not self._counting:
                 self._handle.remove()
+        self.ended.append(time.perf_counter())
 
 
 def synchronise(device: torch.device) -> None:
@@ -157,14 +158,17 @@ class Meter:
             )
             synchronise(self.model.device)
         seconds = time.perf_counter() - started
-        if clock.first_ended is None:
+        if not clock.ended:
             raise RuntimeError(
                 "The model's forward pass cannot be observed, so prefill and decoding cannot be told apart."
             )
         rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         new = [self._cut(row, first.stop, prompt) for row, prompt in zip(rows, prompts)]
         speculation = getattr(output, "speculation", None)
-        forwards = clock.count if speculation is None else speculation.target_forwards  # parts of the target may draft
+        forwards = (
+            len(clock.ended) if speculation is None else speculation.target_forwards
+        )  # parts of the target may draft
+        prefilled = clock.ended[0 if speculation is None else speculation.prompt_passes - 1]
         if method.kind == PLAIN:
             forwards = max(map(len, new))
         return {
@@ -172,7 +176,7 @@ class Meter:
             "token_ids": new,
             "text": [self.tokenizer.decode(each, skip_special_tokens=True) for each in new],
             "seconds": seconds,
-            "prefill_seconds": clock.first_ended - started,
+            "prefill_seconds": prefilled - started,
             "target_forwards": forwards,
             "speculation": None
             if speculation is None

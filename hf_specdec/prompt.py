@@ -5,7 +5,9 @@ rows run in groups, each padded to its own longest prompt, whenever that saves m
 Rows do not see each other and padding is masked, so their logits, keys and values are the same but for rounding.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -132,3 +134,25 @@ def join(cache: Cache, parts: Sequence[tuple[Sequence[int], Cache]]) -> None:
         layer.update(*states)
         for _, part in parts:
             part.layers[number].reset()
+
+
+@contextmanager
+def last_hidden_states(model: PreTrainedModel, wanted: bool) -> Iterator[list[torch.Tensor]]:
+    """Collect what goes into the output layer during forwards of this thread: shapes `(B, L, F)`; nothing unless
+    `wanted`."""
+    collected: list[torch.Tensor] = []
+    if not wanted:
+        yield collected
+        return
+    thread = threading.get_ident()
+
+    def collect(module: torch.nn.Module, args: Any, output: Any) -> None:
+        states = getattr(output, "last_hidden_state", None)
+        if states is not None and threading.get_ident() == thread:
+            collected.append(states)
+
+    handle = model.base_model.register_forward_hook(collect)
+    try:
+        yield collected
+    finally:
+        handle.remove()

@@ -5,7 +5,6 @@ layer's window in positions. `SlotModel` serves the target and a draft model ali
 needs. Prefill is plain `generate`'s own, with the cache that `generate` prepared; its K/V are then taken over.
 """
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from .errors import UnsupportedModelError
 from .kernels import ForwardMode
 from .layers import OutputForms, replaced
 from .partial import PartialTarget
-from .prompt import run_prompt
+from .prompt import last_hidden_states, run_prompt
 from .tree import DraftTree, ancestors
 from .verify import most_likely
 
@@ -236,28 +235,6 @@ def mask_types(config: Any) -> dict[str, tuple[int | None, int | None]]:
     return {name: kinds[name] for name in names} if names else {"all": (window, None)}
 
 
-@contextmanager
-def last_hidden_states(model: PreTrainedModel, wanted: bool) -> Iterator[list[torch.Tensor]]:
-    """Collect what goes into the output layer during forwards of this thread: shapes `(B, L, F)`; nothing unless
-    `wanted`."""
-    collected: list[torch.Tensor] = []
-    if not wanted:
-        yield collected
-        return
-    thread = threading.get_ident()
-
-    def collect(module: torch.nn.Module, args: Any, output: Any) -> None:
-        states = getattr(output, "last_hidden_state", None)
-        if states is not None and threading.get_ident() == thread:
-            collected.append(states)
-
-    handle = model.base_model.register_forward_hook(collect)
-    try:
-        yield collected
-    finally:
-        handle.remove()
-
-
 class Target(SlotModel):
     """The target: prefill as plain `generate`, verify through the model's own input preparation.
 
@@ -273,6 +250,7 @@ class Target(SlotModel):
 
     Attributes:
         columns: tokens that a row may have, or None.
+        prompt_passes: calls of the model that the prompt took.
         drafted_with: the part of the model that ran last since the last verify pass.
         output_forms: what the modules of parts return, known once the prompt has run.
     """
@@ -292,6 +270,7 @@ class Target(SlotModel):
         self._prompt_states: dict[int, list[torch.Tensor]] = {}
         self.device = device
         self.columns = max_length
+        self.prompt_passes = 0
         self.output_forms = OutputForms()
         self.drafted_with: PartialTarget | None = None
         self._part_modules: list[nn.Module] = []
@@ -318,12 +297,14 @@ class Target(SlotModel):
 
         def run(rows: Sequence[int], ids: torch.Tensor, own: dict[str, Any]) -> Any:
             seen = replaced(self.output_forms.seen(self._part_modules))
-            with self.timed(), seen, last_hidden_states(self.model, keeps_states) as states:
+            with seen, last_hidden_states(self.model, keeps_states) as states:
                 outputs = self.model._prefill(ids, generation_config, own)
+            self.prompt_passes += 1
             self._prompt_states |= {row: [each[place] for each in states] for place, row in enumerate(rows)}
             return outputs
 
-        outputs, logits, cache = run_prompt(self.model, input_ids, generation_config, kwargs, run)
+        with self.timed():
+            outputs, logits, cache = run_prompt(self.model, input_ids, generation_config, kwargs, run)
         if (mask := kwargs.get("attention_mask")) is None:
             embeds = kwargs.get("inputs_embeds")
             length = input_ids.shape[1] if embeds is None else embeds.shape[1]
