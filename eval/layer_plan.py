@@ -334,7 +334,7 @@ def _checked_layers(
     """The number of layers. Raises `SpecDecError` for what cannot be planned."""
     if not isinstance(model, SpeculativeGenerationMixin):
         raise SpecDecError(f"{type(model).__name__} is not enabled; call hf_specdec.enable(model) first.")
-    least = {"max_length": (max_length, 1), "budget": (budget, 0), "new_tokens": (new_tokens, 2)}
+    least = {"max_length": (max_length, 1), "budget": (budget, 0), "new_tokens": (new_tokens, 3)}
     for key, (value, smallest) in least.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
             raise SpecDecError(f"{key}={value!r} is too few or no number; give a whole number of at least {smallest}.")

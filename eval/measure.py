@@ -168,7 +168,7 @@ class Meter:
         forwards = (
             len(clock.ended) if speculation is None else speculation.target_forwards
         )  # parts of the target may draft
-        prefilled = clock.ended[0 if speculation is None else speculation.prompt_passes - 1]
+        prefilled = clock.ended[0 if speculation is None else speculation.prompt_groups - 1]
         if method.kind == PLAIN:
             forwards = max(map(len, new))
         return {

@@ -16,7 +16,7 @@ from .attention import PACKED_SDPA
 from .compat import checkpoints_activations, is_passive_layer, sliding_window_of
 from .errors import UnsupportedModelError
 
-KNOWN_CODE = ("torch", "transformers", "hf_specdec")
+KNOWN_CODE = ("torch", "transformers", "hf_specdec", "hf_specdec_eval")
 """Packages whose modules may run in inference mode."""
 
 ADVICE = "Call `generate` without `assistant_strategy` for this model."

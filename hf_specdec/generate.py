@@ -76,25 +76,26 @@ def run(
     check_model(model, model_kwargs.get(CACHE_NAME))
     check_combination(config)
     check_cache_argument(input_ids, generation_config, model_kwargs)
-    strategy = config.resolved
-    request = Request(
-        model=model,
-        input_ids=input_ids,
-        generation_config=generation_config,
-        processors=logits_processor,
-        criteria=stopping_criteria,
-        model_kwargs=model_kwargs,
-        verifier=config.bound_verifier,
-        verifier_name=config.verifier,
-        strategy=strategy.name,
-        plan=config.plan(),
-        extras=extras,
-    )
     with ExitStack() as stack:
         stack.enter_context(calling())
+        strategy = config.resolved
+        request = Request(
+            model=model,
+            input_ids=input_ids,
+            generation_config=generation_config,
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            model_kwargs=model_kwargs,
+            verifier=config.bound_verifier,
+            verifier_name=config.verifier,
+            strategy=strategy.name,
+            plan=config.plan(),
+            extras=extras,
+        )
         with request.undisturbed():
             request.drafter = strategy.build(request.target, request)
-        scope = Scope(config.plan, request.drafter, model, f"{strategy.name} {strategy.to_dict()}")
+        described = f"{strategy.name} {strategy.to_dict()}"
+        scope = Scope(config.plan, request.drafter, model, described, len(request.stats.rows))
         request.controller = config.bound_schedule.build(scope)
         stack.callback(request.release)
         stack.callback(restore_buffers, model)

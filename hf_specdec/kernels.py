@@ -11,7 +11,6 @@ calls of `generate` on enabled models run in other threads, whose prompts it wou
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -30,25 +29,26 @@ CLEARLY = 0.85
 """Share of oneDNN's time that ATen's kernel must stay below."""
 
 _lock = threading.Lock()
-_calls: Counter[int] = Counter()
+_calls: dict[object, int] = {}
 _measured: dict[tuple[int, int, int], frozenset[int]] = {}
-_users = 0
-_before = True
+_lean: set[object] = set()
+_before: list[bool] = []
 
 
 @contextmanager
 def calling() -> Iterator[None]:
     """A call of `generate` by this thread."""
-    thread = threading.get_ident()
-    with _lock:
-        _calls[thread] += 1
+    call = object()
     try:
+        _calls[call] = threading.get_ident()
         yield
     finally:
-        with _lock:
-            _calls[thread] -= 1
-            if not _calls[thread]:
-                del _calls[thread]
+        _calls.pop(call, None)
+
+
+def others_are_calling() -> bool:
+    """Is another thread in a call of `generate`?"""
+    return bool(set(_calls.copy().values()) - {threading.get_ident()})
 
 
 class ForwardMode:
@@ -81,9 +81,12 @@ def lean_sizes(model: nn.Module) -> frozenset[int]:
     if largest is None or 2 * largest.numel() < LEAST_BYTES or not torch._C._get_mkldnn_enabled():
         return frozenset()
     key = (*largest.shape, torch.get_num_threads())
-    if key not in _measured:
-        _measured[key] = _measure(largest.detach())
-    return _measured[key]
+    found = _measured.get(key)
+    if found is None:
+        found = _measure(largest.detach())
+        if not others_are_calling():
+            _measured[key] = found
+    return found
 
 
 def _measure(weight: torch.Tensor) -> frozenset[int]:
@@ -107,19 +110,20 @@ def _measure(weight: torch.Tensor) -> frozenset[int]:
 @contextmanager
 def lean_products(wanted: bool = True) -> Iterator[None]:
     """Products inside do without oneDNN, if that is wanted and no other thread is in a call."""
-    global _users, _before
-    with _lock:
-        wanted = wanted and not set(_calls) - {threading.get_ident()}
-        if wanted:
-            if not _users:
-                _before = torch._C._get_mkldnn_enabled()
-                torch._C._set_mkldnn_enabled(False)
-            _users += 1
+    if not wanted or others_are_calling():
+        yield
+        return
+    forward = object()
     try:
+        with _lock:
+            _lean.add(forward)
+            if not _before:
+                _before.append(torch._C._get_mkldnn_enabled())
+                torch._C._set_mkldnn_enabled(False)
         yield
     finally:
-        if wanted:
-            with _lock:
-                _users -= 1
-                if not _users:
-                    torch._C._set_mkldnn_enabled(_before)
+        with _lock:
+            _lean.discard(forward)
+            if _before and not _lean:
+                torch._C._set_mkldnn_enabled(_before[0])
+                _before.clear()

@@ -65,10 +65,11 @@ class TokenOutputs:
         row_id, step = state.row_ids[row], state.emitted_count(row)
         for index, node in enumerate(nodes):
             if self.hidden_states is not None:
-                parts = [layer[row, node : node + 1] for layer in raw.hidden_states]
-                self._put(self.hidden_states, step + index, row_id, parts)
+                parts = [layer[..., row, node : node + 1, :] for layer in raw.hidden_states]
+                self._put(self.hidden_states, step + index, row_id, parts, 2)
             if self.attentions is not None:
-                self._put(self.attentions, step + index, row_id, self._attention(state, row, nodes[: index + 1], raw))
+                parts = self._attention(state, row, nodes[: index + 1], raw)
+                self._put(self.attentions, step + index, row_id, parts, 3)
 
     def _attention(self, state: DecodeState, row: int, path: Sequence[int], raw: Any) -> list[torch.Tensor]:
         """Attention of the last node of `path` over the columns of plain `generate`."""
@@ -84,11 +85,13 @@ class TokenOutputs:
             parts.append(full if window is None else full[:, :, -window:])
         return parts
 
-    def _put(self, entries: Nested, step: int, row_id: int, parts: Sequence[torch.Tensor]) -> None:
+    def _put(self, entries: Nested, step: int, row_id: int, parts: Sequence[torch.Tensor], behind: int) -> None:
+        """Write a row's parts, whose last `behind` axes come after that of the rows."""
         if step == len(entries):
-            entries.append(tuple(part.new_zeros(self._rows, *part.shape) for part in parts))
+            shapes = [(*part.shape[:-behind], self._rows, *part.shape[-behind:]) for part in parts]
+            entries.append(tuple(part.new_zeros(shape) for part, shape in zip(parts, shapes)))
         for entry, part in zip(entries[step], parts, strict=True):
-            entry[row_id] = part
+            entry.select(-behind - 1, row_id).copy_(part)
 
     def finish(self, steps: int) -> dict[str, Any]:
         """The collected outputs by field name, cut to `steps` entries."""

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from .capability import runs_in_inference_mode
 from .compat import CACHE_NAME, is_passive_layer
 
 PASS_TOKENS = 64
@@ -85,7 +86,7 @@ def row_groups(
         or not given <= {*SPLIT, *WHOLE}
         or mask is None
         or mask.shape != input_ids.shape
-        or (positions is not None and positions.shape != input_ids.shape)
+        or not runs_in_inference_mode(model)  # code of others may look across rows and columns
         or type(cache) is not DynamicCache
         or list(map(type, cache.layers)) != list(map(type, empty_cache(model).layers))
         or cache.get_seq_length() > 0
@@ -96,6 +97,10 @@ def row_groups(
     real = mask.bool()
     if bool((real[:, :-1] & ~real[:, 1:]).any()) or not bool(real.any(1).all()):
         return whole
+    if positions is not None:
+        counted = real.cumsum(1) - 1
+        if positions.shape != real.shape or bool(((positions != counted) & real).any()):
+            return whole
     return prompt_groups(real.sum(1).tolist())
 
 

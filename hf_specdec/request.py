@@ -245,7 +245,7 @@ class Request:
         if not self.generation_config.return_dict_in_generate:
             return sequences
         self.stats.target_forwards = self.target.forwards
-        self.stats.prompt_passes = self.target.prompt_passes
+        self.stats.prompt_groups = self.target.prompt_groups
         self.stats.draft_forwards = self.drafter.forwards
         self.stats.choices = self.controller.report()
         outputs = self.outputs.finish(steps)

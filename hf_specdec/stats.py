@@ -105,8 +105,8 @@ class SpeculationStats:
     rows: list[RowStats]
     target_forwards: int = 0
     """The prompt's counts as one."""
-    prompt_passes: int = 1
-    """What the prompt took: more than one where a ragged batch ran in groups."""
+    prompt_groups: int = 1
+    """Groups of rows in which a ragged batch's prompt ran."""
     draft_forwards: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -238,7 +238,7 @@ class SpeculationStats:
         names = (
             "strategy verifier lossless num_spec_steps num_draft_tokens num_accepted_draft_tokens num_emitted_tokens "
             "mean_acceptance_length draft_acceptance_rate acceptance_histogram acceptance_by_depth target_forwards "
-            "prompt_passes draft_forwards prefill_seconds draft_seconds verify_seconds other_seconds total_seconds "
+            "prompt_groups draft_forwards prefill_seconds draft_seconds verify_seconds other_seconds total_seconds "
             "overhead_share notes choices"
         )
         return {name: getattr(self, name) for name in names.split()}

@@ -250,7 +250,7 @@ class Target(SlotModel):
 
     Attributes:
         columns: tokens that a row may have, or None.
-        prompt_passes: calls of the model that the prompt took.
+        prompt_groups: groups of rows in which the prompt ran.
         drafted_with: the part of the model that ran last since the last verify pass.
         output_forms: what the modules of parts return, known once the prompt has run.
     """
@@ -270,7 +270,7 @@ class Target(SlotModel):
         self._prompt_states: dict[int, list[torch.Tensor]] = {}
         self.device = device
         self.columns = max_length
-        self.prompt_passes = 0
+        self.prompt_groups = 0
         self.output_forms = OutputForms()
         self.drafted_with: PartialTarget | None = None
         self._part_modules: list[nn.Module] = []
@@ -299,7 +299,7 @@ class Target(SlotModel):
             seen = replaced(self.output_forms.seen(self._part_modules))
             with seen, last_hidden_states(self.model, keeps_states) as states:
                 outputs = self.model._prefill(ids, generation_config, own)
-            self.prompt_passes += 1
+            self.prompt_groups += 1
             self._prompt_states |= {row: [each[place] for each in states] for place, row in enumerate(rows)}
             return outputs
 

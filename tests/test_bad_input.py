@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import prompt, tiny
+from conftest import ForwardCounter, plain, prompt, tiny
 
 import hf_specdec
 from hf_specdec import (
@@ -199,3 +199,12 @@ def test_lookahead_names_what_is_wrong(options):
     (name,) = options
     with pytest.raises(SpecDecError, match=f"lookahead: {name}=.* is no count; use a whole number of at least"):
         Lookahead(**options)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_row_without_a_token_is_no_prompt_for_a_draft_model(batch):
+    model, inputs = hf_specdec.enable(tiny()), prompt(batch)
+    inputs["attention_mask"][-1] = 0
+    with ForwardCounter(model) as counter, pytest.raises(SpecDecError, match="a token to begin with"):
+        plain(model, **inputs, max_new_tokens=4, assistant_strategy=tiny())
+    assert not counter.count

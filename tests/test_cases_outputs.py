@@ -17,8 +17,10 @@ from cases import (
     strategy,
     ways,
 )
-from conftest import prompt
+from conftest import plain, prompt, tiny
 from transformers.generation import GenerateDecoderOnlyOutput
+
+import hf_specdec
 
 TOLERANCE = {"atol": 2e-4, "rtol": 1e-4}  # fp32 rounding of hidden states of size 60
 EVERYTHING = {
@@ -154,3 +156,15 @@ def test_statistics_come_with_a_dict():
     output = call(spec_model(), prompt(1), Way("suffix", 1, False), assistant_strategy="suffix")
     assert output.speculation.num_emitted_tokens == 24
     assert output["speculation"] is output.speculation
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_hidden_states_with_an_axis_before_the_rows(batch):
+    """Gemma 3n's first states have four parts for each row."""
+    model = hf_specdec.enable(tiny("gemma3n"))
+    options = {"max_new_tokens": 5, "output_hidden_states": True, "return_dict_in_generate": True}
+    expected = plain(model, **prompt(batch, "gemma3n"), **options)
+    got = plain(model, **prompt(batch, "gemma3n"), **options, assistant_strategy="suffix")
+    for ours, own in zip(got.hidden_states[1:], expected.hidden_states[1:], strict=True):
+        for mine, theirs in zip(ours, own, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

@@ -2,9 +2,10 @@
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -337,28 +338,55 @@ def test_values_are_calibrated_both_ways():
         assert estimates == sorted(estimates)
 
 
-def test_a_memory_keeps_what_was_learned():
-    model = SimpleNamespace(
-        parameters=lambda: iter([torch.zeros(1)]),
-        config=SimpleNamespace(
-            get_text_config=lambda decoder: SimpleNamespace(
-                num_hidden_layers=1, hidden_size=1, _attn_implementation="sdpa"
-            )
-        ),
-        dtype=torch.float32,
+class SomeModel:
+    """What tells a model from others where costs are kept."""
+
+    config = SimpleNamespace(
+        get_text_config=lambda decoder: SimpleNamespace(
+            num_hidden_layers=1, hidden_size=1, _attn_implementation="sdpa"
+        )
     )
-    machine = Machine(STEEP)
-    schedule = Adaptive(memory="new")
+    dtype = torch.float32
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return iter([torch.zeros(1)])
+
+
+def scope(model: Any, rows: int = 1) -> Scope:
     drafter = SimpleNamespace(looks_up=False, runs_model=True, forwards=0, top_tokens=0)
-    scope = Scope(lambda rows: Plan.chain(LONGEST), drafter, model)
-    first = schedule.build(scope)
+    return Scope(lambda rows: Plan.chain(LONGEST), drafter, model, rows=rows)
+
+
+def test_a_memory_keeps_what_was_learned():
+    machine, schedule, model = Machine(STEEP), Adaptive(memory="new"), SomeModel()
+    first = schedule.build(scope(model))
     run(machine, first, lambda count: 0.1, 200)
     first.finish()
     assert isinstance(schedule.memory, ControlMemory) and len(schedule.memory) == 1
     view = DecodeView.of_sequences([[0]])
-    assert schedule.build(scope).plan(view, [50]).depth == 0 < Adaptive().build(scope).plan(view, [50]).depth
+    assert schedule.build(scope(model)).plan(view, [50]).depth == 0
+    assert Adaptive().build(scope(SomeModel())).plan(view, [50]).depth > 0
     with pytest.raises(SpecDecError, match="no ControlMemory"):
         Adaptive(memory=3)
+
+
+def test_a_process_keeps_what_blocks_cost_and_nothing_else():
+    model = SomeModel()
+    first = Adaptive().build(scope(model))
+    run(Machine(STEEP), first, lambda count: 0.1, 200)
+    found = first._learned
+    first.finish()
+    later, elsewhere = Adaptive().build(scope(model))._learned, Adaptive().build(scope(SomeModel()))._learned
+    for size in (1, 2, 5):
+        assert later.costs.block(size) == found.costs.block(size) != elsewhere.costs.block(size)
+    assert later.costs.draft_step == elsewhere.costs.draft_step * later.costs.block(1) != found.costs.draft_step
+    assert later.model.chains.survival(1) == elsewhere.model.chains.survival(1) != found.model.chains.survival(1)
+    assert Adaptive().build(scope(model, rows=2))._learned.costs.block(1) == 1, (
+        "of another batch size nothing is known"
+    )
+    before = found.costs.block(1)
+    run(Machine(STEEP, noise=0.3), Adaptive().build(scope(model)), lambda count: 0.1, 50)
+    assert Adaptive().build(scope(model))._learned.costs.block(1) == before, "a call in progress learns for itself"
 
 
 def test_the_report_counts_choices_and_says_why_drafting_stopped():

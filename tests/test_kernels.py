@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not torch._C._get_mkldnn_enabled(), reason="this
 def _nothing_measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "_measured", {})
     yield
-    assert torch._C._get_mkldnn_enabled() and not kernels._users and not kernels._calls
+    assert torch._C._get_mkldnn_enabled() and not kernels._lean and not kernels._calls and not kernels._before
 
 
 def large(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -73,6 +73,14 @@ def test_models_that_have_no_choice_are_not_timed(monkeypatch):
         patch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)
         assert not kernels.lean_sizes(large())
     assert not seen
+
+
+def test_what_is_timed_beside_other_calls_is_not_kept(monkeypatch):
+    timed(monkeypatch, lambda vectors, lean: 1.0 if lean else 2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "others_are_calling", lambda: True)
+        assert not kernels.lean_sizes(large())
+    assert kernels.lean_sizes(large()) == {1, 2}
 
 
 def test_both_kernels_compute_the_same():

@@ -31,6 +31,7 @@ def widths(model: PreTrainedModel) -> Iterator[list[int]]:
         given = kwargs.get("input_ids")
         seen.append((kwargs["inputs_embeds"] if given is None else given).shape[1])
 
+    note.__module__ = "torch"  # no code of others
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     yield seen
     handle.remove()
@@ -76,7 +77,7 @@ def test_the_text_and_the_cache_are_those_of_plain_generate(family, sample):
         got = plain(model, 3, **inputs, **options, assistant_strategy="suffix")
     assert torch.equal(got.sequences, expected.sequences)
     passes = 1 if family == "llama4" else 3  # chunks of attention are counted in columns
-    assert got.speculation.prompt_passes == passes and len(seen) == got.speculation.target_forwards - 1 + passes
+    assert got.speculation.prompt_groups == passes and len(seen) == got.speculation.target_forwards - 1 + passes
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
     real = inputs["attention_mask"].bool()
     for ours, own in zip(got[CACHE].layers, expected[CACHE].layers, strict=True):
@@ -100,7 +101,7 @@ def test_each_row_runs_without_padding():
             return_dict_in_generate=True,
         )  # fmt: skip
     assert seen[:3] == lengths and len(seen) == 3 + 3
-    assert out.speculation.target_forwards == 1 + 3 and out.speculation.prompt_passes == 3
+    assert out.speculation.target_forwards == 1 + 3 and out.speculation.prompt_groups == 3
 
 
 @pytest.mark.usefixtures("eager")
@@ -129,7 +130,14 @@ def holes(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "attention_mask": mask}
 
 
+def moved(inputs: dict[str, Any]) -> dict[str, Any]:
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    positions[1] += 7
+    return {**inputs, "position_ids": positions}
+
+
 KEPT_WHOLE = {
+    "positions of the caller's": moved,
     "a mask with holes": holes,
     "padding on the right": lambda inputs: {
         "input_ids": inputs["input_ids"].flip(1), "attention_mask": inputs["attention_mask"].flip(1)
@@ -176,6 +184,7 @@ def test_an_error_in_a_later_group_leaves_the_callers_cache_empty():
         if len(calls) == 2:
             raise KeyboardInterrupt
 
+    fail.__module__ = "torch"
     handle = model.register_forward_pre_hook(fail)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -183,3 +192,20 @@ def test_an_error_in_a_later_group_leaves_the_callers_cache_empty():
     finally:
         handle.remove()
     assert len(calls) == 2 and cache.get_seq_length() == 0
+
+
+@pytest.mark.usefixtures("eager")
+def test_hooks_of_the_user_see_the_whole_batch():
+    """One that acts on the first forward alone, with an entry per row."""
+    scales = torch.tensor([1.0, 1.5, 0.5])[:, None, None]
+    texts = []
+    for strategy in (None, "suffix"):
+        model, calls = hf_specdec.enable(tiny()), []
+
+        def once(module: Any, args: Any, output: Any, calls: list[int] = calls) -> Any:
+            calls.append(1)
+            return output * scales if len(calls) == 1 else output
+
+        model.model.layers[0].register_forward_hook(once)
+        texts.append(plain(model, **prompt(3), max_new_tokens=8, assistant_strategy=strategy))
+    assert torch.equal(*texts)

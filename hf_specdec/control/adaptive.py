@@ -23,7 +23,7 @@ from ..stats import StepRecord
 from ..tree import DraftTree, select_nodes
 from .acceptance import DraftAcceptance
 from .base import SCHEDULES, Controller, Schedule, Scope
-from .cost import CostModel, load_costs, machine_key
+from .cost import CostModel, keep_costs, load_costs, machine_key, measured_costs
 from .probes import Probes
 
 PROBE_SHARE = 0.01
@@ -82,9 +82,12 @@ class ControlMemory:
 class Adaptive(Schedule):
     """The draft with the most expected tokens per second, by costs and acceptance learned during the call.
 
+    What blocks cost is a fact of machine and model, and a process keeps it from call to call with the same model and
+    batch size. What the text is like is learned afresh.
+
     Args:
-        memory: what earlier calls learned: a `ControlMemory`, or "new" for an empty one that all calls with this
-            object share; None starts afresh in each call.
+        memory: what earlier calls learned, acceptance included: a `ControlMemory`, or "new" for an empty one that all
+            calls with this object share; None begins with costs alone.
         profile: a file of measured costs, as `hf-specdec plan --save-costs` writes it; None learns them.
     """
 
@@ -110,10 +113,17 @@ class Adaptive(Schedule):
         memory = self.memory if isinstance(self.memory, ControlMemory) else None
         learned = None if memory is None else memory.recall(key)
         if learned is None:
-            learned = Learned() if self.profile is None else Learned(load_costs(self.profile, key[0]))
+            profile = self.profile
+            costs = measured_costs(scope.model, scope.rows) if profile is None else load_costs(profile, key[0])
+            learned = Learned(costs)
         controller = AdaptiveController(scope, learned)
-        if memory is not None:
-            controller.at_end = lambda: memory.store(key, learned)
+
+        def keep() -> None:
+            keep_costs(scope.model, scope.rows, learned.costs)
+            if memory is not None:
+                memory.store(key, learned)
+
+        controller.at_end = keep
         return controller
 
     def to_dict(self) -> dict[str, Any]:

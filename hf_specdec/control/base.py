@@ -58,12 +58,14 @@ class Scope:
         drafter: whose `looks_up`, `runs_model` and `forwards` count.
         model: the target.
         strategy: name and settings of the draft strategy, as text.
+        rows: of the batch at the start.
     """
 
     largest: Callable[[int], Plan]
     drafter: Any
     model: Any
     strategy: str = ""
+    rows: int = 1
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,18 @@ has times of its own, times a speed that follows the recent rounds and with them
 machine. Times are medians, so that single slow rounds do not count.
 """
 
+import copy
 import json
 import math
 import os
 import platform
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -37,6 +40,9 @@ LINE_WEIGHT = 1.0
 DRAFT_STEP = 0.15
 """Cost of a draft model's forward before anything is observed, as a share of a block of one."""
 _FILE_FORMAT = "hf_specdec costs 1"
+
+_lock = threading.Lock()
+_measured: WeakKeyDictionary[Any, dict[tuple[str, int], "CostModel"]] = WeakKeyDictionary()
 
 
 class CostModel:
@@ -153,6 +159,11 @@ class CostModel:
         """Seconds of a draft that is looked up."""
         return median(self._lookups) if self._lookups else 0.0
 
+    def forget_drafts(self) -> None:
+        """Keep the costs of blocks alone."""
+        self._steps.clear()
+        self._lookups.clear()
+
     def to_dict(self) -> dict[str, Any]:
         """What was learned, JSON-able."""
         return {
@@ -225,6 +236,20 @@ def machine_key(model: Any) -> str:
     shape = f"{config.num_hidden_layers}x{config.hidden_size}"
     dtype = str(model.dtype).removeprefix("torch.")
     return f"{machine} | {dtype} | {config._attn_implementation} | {type(model).__name__} {shape}"
+
+
+def measured_costs(model: Any, rows: int) -> CostModel:
+    """What earlier calls of this process found for blocks of this model at this batch size, to learn on from."""
+    with _lock:
+        return copy.deepcopy(_measured.get(model, {}).get((machine_key(model), rows), CostModel()))
+
+
+def keep_costs(model: Any, rows: int, costs: CostModel) -> None:
+    """Let later calls begin with the costs of these blocks; those of drafts are each strategy's own."""
+    kept = copy.deepcopy(costs)
+    kept.forget_drafts()
+    with _lock:
+        _measured.setdefault(model, {})[machine_key(model), rows] = kept
 
 
 def save_costs(path: str | os.PathLike[str], key: str, costs: CostModel) -> None:

@@ -122,6 +122,12 @@ class ModelDrafter(Drafter):
                 "A draft model needs the prompt's token ids, and the prompt is `inputs_embeds` alone. Pass `input_ids`"
                 ' as well, or use assistant_strategy="suffix".'
             )
+        mask = request.model_kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and not bool(mask.bool().any(1).all()):
+            raise SpecDecError(
+                "A draft model needs a token to begin with in each row, and `attention_mask` hides a whole row. Leave "
+                'that row out, or use assistant_strategy="suffix".'
+            )
         self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         check_model(model, self._cache)
         check_rotary(model, request.stopping.max_length, request.input_ids.shape[1])
