@@ -78,8 +78,8 @@ def test_case_10_each_output_alone(way, name):
 def test_case_10_scores_after_processors(way):
     options = {"repetition_penalty": 1.5, "top_k": 7, "no_repeat_ngram_size": 2}
     pair = compare(way, output_scores=True, output_logits=True, **options)
-    for ours, plain in zip(pair.spec.scores + pair.spec.logits, pair.plain.scores + pair.plain.logits, strict=True):
-        torch.testing.assert_close(ours, plain, **TOLERANCE)
+    for ours, theirs in zip(pair.spec.scores + pair.spec.logits, pair.plain.scores + pair.plain.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
 @ways(("oracle-0.3", "tree-0.3"))
@@ -100,13 +100,13 @@ def test_case_15_the_returned_cache_holds_what_plain_generate_holds(way, stop):
     pair = compare(way, replay=text, **({"eos_token_id": eos} if eos else {}))
     assert pair.spec.cache.get_seq_length() == pair.spec.sequences.shape[1] - 1
     padding = (prompt(way.batch)["attention_mask"] == 0).sum(-1).tolist()
-    for ours, plain in zip(pair.spec.cache.layers, pair.plain.cache.layers, strict=True):
-        assert type(ours) is type(plain)
-        assert ours.keys.shape == plain.keys.shape
+    for ours, theirs in zip(pair.spec.cache.layers, pair.plain.cache.layers, strict=True):
+        assert type(ours) is type(theirs)
+        assert ours.keys.shape == theirs.keys.shape
         for row, ids in enumerate(pair.text):
             end = pair.prompt_length + row_length(ids, eos) - 1
             for name in ("keys", "values"):
-                both = (getattr(layer, name)[row, :, padding[row] : end] for layer in (ours, plain))
+                both = (getattr(layer, name)[row, :, padding[row] : end] for layer in (ours, theirs))
                 torch.testing.assert_close(*both, **TOLERANCE)
 
 
