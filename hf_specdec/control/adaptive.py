@@ -28,13 +28,15 @@ from .probes import Probes
 
 PROBE_SHARE = 0.01
 """Of the rounds' seconds, what probes may have cost on balance."""
+ASK_SHARE = 0.005
+"""Of the rounds' seconds, what lookups may take while they are not worth asking: texts begin to copy in the middle."""
 FIRST_ROUNDS = 3
 """What the rate of a round counts for, in rounds, beside that of the rounds before it."""
 RECENT = 0.97
 """By which the tokens and seconds of earlier rounds are forgotten per round."""
 LESSON = 0.03
 """Tokens that a node is worth beside its own acceptance where the drafter learns from what the target says there."""
-WORTH_START, WORTH_RATE = 0.1, 0.15
+WORTH_START, WORTH_RATE = 0.1, 0.05
 """Gain over plain steps that lookups begin with, and how fast it follows what they promise."""
 
 
@@ -157,6 +159,7 @@ class AdaptiveController(Controller):
         self._recent_tokens = self._recent_seconds = 0.0
         self._worth = WORTH_START
         self._model_probes, self._lookup_probes, self._spent = Probes(), Probes(), 0.0
+        self._asked_seconds = 0.0
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -178,8 +181,11 @@ class AdaptiveController(Controller):
             return plan
         if self._scope.drafter.runs_model:
             return self._plan_model(plan, rooms)
-        if self._worth < 0 and not self._probe_is_due(self._lookup_probes, self._costs.lookup):
-            return plan.within(0)
+        if self._worth < 0:
+            if self._asked_seconds + self._costs.lookup > ASK_SHARE * self._seconds:
+                return plan.within(0)
+            self._asked_seconds += self._costs.lookup
+            self._spent += self._costs.lookup
         self._predicted = self._costs.lookup + plain
         return plan
 
