@@ -32,6 +32,8 @@ PREFILL_ONLY = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", 
 SPARE_SLOTS = 128
 PROMPT_PART = 64
 """Positions of a prompt that go through the output layer at once, so that their scores stay small."""
+PROMPT_TOP = 256
+"""Positions at a prompt's end that do: more cost more time than they save."""
 
 
 def visible(
@@ -320,7 +322,8 @@ class Target(SlotModel):
         return TargetOutput(logits, outputs), lengths
 
     def prompt_top(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The likeliest tokens after each position of a prompt that was run, and their softmax: shapes `(n, count)`.
+        """The likeliest tokens after the last `PROMPT_TOP` positions of a prompt that were run, and their softmax: shapes
+        `(n, count)`.
 
         None where the model does not show its hidden states, or has no output layer of its own.
 
@@ -334,7 +337,7 @@ class Target(SlotModel):
         mask = self._model_kwargs.get("attention_mask")
         if mask is not None:
             states = states[mask[row, -len(states) :].bool()]
-        tops = [most_likely(head(part), count) for part in states.split(PROMPT_PART)]
+        tops = [most_likely(head(part), count) for part in states[-PROMPT_TOP:].split(PROMPT_PART)]
         return torch.cat([each[1] for each in tops]), torch.cat([each[2] for each in tops])
 
     def forget_prompt(self) -> None:

@@ -428,6 +428,35 @@ def test_lookups_that_pay_do_not_keep_a_draft_model_from_being_tried_again(every
     assert late > 200
 
 
+def test_lookups_that_were_given_up_are_asked_again_for_little():
+    """Useless for 400 rounds, and sure of themselves and right after that, as where a text begins to copy."""
+    drafter = SimpleNamespace(looks_up=True, runs_model=False, forwards=0, top_tokens=0)
+    control = AdaptiveController(Scope(lambda rows: Plan(6, 1, 7), drafter, None), Learned())
+    control.start(24, 1.3)
+    view, asked, taken, seconds = DecodeView.of_sequences([[0]]), [], [], 0.0
+    for number in range(460):
+        plan = control.plan(view, [10_000])
+        copying = number >= 400
+        values = [(0.97 if copying else 0.1) ** depth for depth in range(1, plan.depth + 1)]
+        tree = control.prune(view, tree_of(values, list(range(len(values))))) if values else chains_of(view, 0)
+        hits = (tree.size - 1) * copying
+        looking, block = 0.04 * bool(plan.depth), 1.0 + (tree.size > 1)
+        asked += [number] * bool(plan.depth)
+        taken += [number] * (tree.size > 1)
+        seconds += looking + block
+        control.observe(
+            StepRecord(
+                plan=plan, rows=1, nodes=tree.size, context=1, drafted=[tree.size - 1],
+                reached=[min(hits + 1, tree.size - 1)], accepted=[hits], paths=[list(range(1, hits + 1))],
+                draft_forwards=0, draft_seconds=looking, verify_seconds=block, step_seconds=looking + block,
+            )
+        )  # fmt: skip
+    idle = [each for each in asked if 100 <= each < 400]
+    assert 20 < len(idle) and 0.04 * len(idle) < 0.0075 * 300
+    first = min(each for each in taken if each >= 400)
+    assert first < 415 and len([each for each in taken if each >= first]) == 460 - first
+
+
 def test_a_draft_model_that_thinks_too_little_of_itself_is_found_out():
     """Its drafts are right, but by its own estimates not worth a node where each costs half a forward."""
     machine, control, seconds, tokens, rounds = Machine(0.5), controller(Machine(0.5)), 0.0, 0, 0
