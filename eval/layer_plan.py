@@ -8,7 +8,7 @@ with plain steps; the tokens that it brings come from replaying the matches.
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.console import Console
@@ -299,7 +299,8 @@ def plan_layers(
         forecasts = [forecast_part(part, probe, costs, max_length) for part, probe in parts]
         step("check")
         winner = max(forecasts, key=lambda each: each.speedup)
-        plain, own = decode_seconds(model, prompts, winner.config, new_tokens)
+        constant = replace(winner.config, schedule="constant")  # as it was forecast
+        plain, own = decode_seconds(model, prompts, constant, new_tokens)
     planned = LayerPlan(tuple(forecasts), costs.plain_seconds / costs.undrafted_seconds, plain / own)
     console.print(planned.table())
     console.print(planned.sentence, soft_wrap=True)

@@ -69,8 +69,9 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
 
     Raises `SpecDecError` for a tree that does not fit the rows.
     """
+    undrafted: list[list[int]] = [[]] * state.rows
     if not plan.depth:
-        return DraftTree.from_chains(state.roots(), [[]] * state.rows, state.device)
+        return DraftTree.from_chains(state.roots(), undrafted, state.device)
     lengths = state.lengths()
     if request.noise is not None:  # drafts may use it, and must not draw it inside
         request.noise.reach(max(state.emitted_count(row) for row in range(state.rows)) + plan.depth)
@@ -81,9 +82,9 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
             f"Strategy {request.stats.strategy!r} must answer with a DraftTree of {state.rows} rows and leave the "
             f"view's tokens alone, but {fault}."
         )
-    tree = fit(tree, state.roots(), plan.width, plan.nodes)
     if tree.size == 1:
-        return tree
+        return DraftTree.from_chains(state.roots(), undrafted, state.device)
+    tree = fit(tree, state.roots(), plan.width, plan.nodes)
     room = torch.tensor(rooms, device=tree.tokens.device).clamp(max=plan.depth + 1)
     readable = (tree.tokens >= 0) & (tree.tokens < request.vocab_size)
     for token in request.unreadable:

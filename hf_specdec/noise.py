@@ -18,8 +18,15 @@ KEPT_BYTES = 64 * 2**20
 @contextmanager
 def generator_kept(device: torch.device) -> Iterator[None]:
     """What draws inside leaves the framework's generators as they were."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    if device.type == "cuda":
+        with torch.random.fork_rng(devices=[device]):
+            yield
+        return
+    state = torch.get_rng_state()
+    try:
         yield
+    finally:
+        torch.set_rng_state(state)
 
 
 class SharedNoise:

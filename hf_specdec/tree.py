@@ -242,6 +242,8 @@ def ancestors(parents: torch.Tensor) -> torch.Tensor:
     Transitive closure of "is the parent of" by squaring.
     """
     size = parents.shape[1]
+    if size == 1:
+        return parents.new_ones(len(parents), 1, 1, dtype=torch.bool)
     nodes = torch.arange(size, device=parents.device)
     reach = (parents.unsqueeze(2) == nodes) | (nodes.unsqueeze(1) == nodes)
     for _ in range((size - 1).bit_length()):

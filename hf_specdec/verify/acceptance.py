@@ -60,6 +60,8 @@ def follow(tree: DraftTree, choices: torch.Tensor) -> Acceptance:
     Args:
         choices: `LongTensor` of shape `(B, N)`, the target's own token after each node.
     """
+    if tree.size == 1:
+        return Acceptance(choices[:, :0], choices.new_zeros(len(choices)), choices[:, 0])
     matched = tree.tokens == choices.gather(1, tree.parents.clamp(min=0))
     path, count, last = path_of(reached(tree, matched))
     return Acceptance(path, count, choices.gather(1, last.unsqueeze(1)).squeeze(1))
