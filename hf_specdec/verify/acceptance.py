@@ -74,7 +74,7 @@ def likeliest(scores: torch.Tensor) -> torch.Tensor:
     """`scores.argmax(-1)`, the first index where several are largest.
 
     On CPU in two levels, the chunk with the maximum and then the place in it: `argmax` over a long row is not
-    vectorised there, `amax` is.
+    vectorised there, `amax` is. For a row or two a plain `max`, which finds the first one as well, is one call.
 
     Args:
         scores: shape `(..., V)`.
@@ -82,6 +82,8 @@ def likeliest(scores: torch.Tensor) -> torch.Tensor:
     size = scores.shape[-1]
     if scores.device.type != "cpu" or size <= 2 * CHUNK:
         return scores.argmax(-1)
+    if scores.numel() <= 2 * size:
+        return scores.max(-1).indices
     return _first_of_largest(scores, _chunk_maxima(scores))
 
 
