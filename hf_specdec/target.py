@@ -322,8 +322,8 @@ class Target(SlotModel):
         return TargetOutput(logits, outputs), lengths
 
     def prompt_top(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The likeliest tokens after the last `PROMPT_TOP` positions of a prompt that were run, and their softmax: shapes
-        `(n, count)`.
+        """The likeliest tokens after the last `PROMPT_TOP` positions of a prompt that were run, and their softmax:
+        shapes `(n, count)`.
 
         None where the model does not show its hidden states, or has no output layer of its own.
 
