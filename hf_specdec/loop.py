@@ -59,8 +59,8 @@ def decode(request: Request) -> None:
             step_seconds=time.perf_counter() - started,
         )
         controller.observe(record)
-        times = target.forward_seconds - before[0], drafter.forward_seconds - before[1]
-        request.stats.count_times(record.step_seconds, *times)
+        seconds = target.forward_seconds - before[0], drafter.forward_seconds - before[1]
+        request.stats.count_times(record.step_seconds, *seconds)
 
 
 def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[int]) -> DraftTree:
@@ -69,9 +69,8 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
 
     Raises `SpecDecError` for a tree that does not fit the rows.
     """
-    undrafted: list[list[int]] = [[]] * state.rows
     if not plan.depth:
-        return DraftTree.from_chains(state.roots(), undrafted, state.device)
+        return DraftTree.from_chains(state.roots(), [[]] * state.rows, state.device)
     lengths = state.lengths()
     if request.noise is not None:  # drafts may use it, and must not draw it inside
         request.noise.reach(max(state.emitted_count(row) for row in range(state.rows)) + plan.depth)
@@ -83,7 +82,7 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
             f"view's tokens alone, but {fault}."
         )
     if tree.size == 1:
-        return DraftTree.from_chains(state.roots(), undrafted, state.device)
+        return DraftTree.from_chains(state.roots(), [[]] * state.rows, state.device)
     tree = fit(tree, state.roots(), plan.width, plan.nodes)
     room = torch.tensor(rooms, device=tree.tokens.device).clamp(max=plan.depth + 1)
     readable = (tree.tokens >= 0) & (tree.tokens < request.vocab_size)

@@ -202,9 +202,9 @@ def test_lookahead_names_what_is_wrong(options):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_row_without_a_token_is_no_prompt_for_a_draft_model(batch):
+def test_a_mask_of_zeros_is_no_prompt_for_a_draft_model(batch):
     model, inputs = hf_specdec.enable(tiny()), prompt(batch)
-    inputs["attention_mask"][-1] = 0
+    inputs["attention_mask"][:] = 0
     with ForwardCounter(model) as counter, pytest.raises(SpecDecError, match="a token to begin with"):
         plain(model, **inputs, max_new_tokens=4, assistant_strategy=tiny())
     assert not counter.count
