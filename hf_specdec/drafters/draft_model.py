@@ -125,8 +125,8 @@ class ModelDrafter(Drafter):
         mask = request.model_kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2 and not bool(mask.any()):
             raise SpecDecError(
-                "A draft model needs a token to begin with, and `attention_mask` hides all of them. Leave the mask out, "
-                'or use assistant_strategy="suffix".'
+                "A draft model needs a token to begin with, and `attention_mask` hides all of them. Leave the mask "
+                'out, or use assistant_strategy="suffix".'
             )
         self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         check_model(model, self._cache)
