@@ -165,10 +165,9 @@ class Meter:
         rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         new = [self._cut(row, first.stop, prompt) for row, prompt in zip(rows, prompts)]
         speculation = getattr(output, "speculation", None)
-        forwards = (
-            len(clock.ended) if speculation is None else speculation.target_forwards
-        )  # parts of the target may draft
-        prefilled = clock.ended[0 if speculation is None else speculation.prompt_groups - 1]
+        forwards, prefilled = len(clock.ended), clock.ended[0]
+        if speculation is not None:  # parts of the target may draft, which the clock counts too
+            forwards, prefilled = speculation.target_forwards, clock.ended[speculation.prompt_groups - 1]
         if method.kind == PLAIN:
             forwards = max(map(len, new))
         return {

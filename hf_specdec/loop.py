@@ -59,8 +59,8 @@ def decode(request: Request) -> None:
             step_seconds=time.perf_counter() - started,
         )
         controller.observe(record)
-        seconds = target.forward_seconds - before[0], drafter.forward_seconds - before[1]
-        request.stats.count_times(record.step_seconds, *seconds)
+        times = target.forward_seconds - before[0], drafter.forward_seconds - before[1]
+        request.stats.count_times(record.step_seconds, *times)
 
 
 def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[int]) -> DraftTree:

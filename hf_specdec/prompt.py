@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from .capability import runs_in_inference_mode
 from .compat import CACHE_NAME, is_passive_layer
 
 PASS_TOKENS = 64
@@ -30,6 +29,7 @@ def run_prompt(
     input_ids: torch.Tensor,
     generation_config: Any,
     kwargs: dict[str, Any],
+    known_code: bool,
     run: Callable[[Sequence[int], torch.Tensor, dict[str, Any]], Any],
 ) -> tuple[Any, torch.Tensor, Cache]:
     """The model's output for a prompt (of the last group, where there are several), the logits of each row's last
@@ -37,9 +37,12 @@ def run_prompt(
 
     Args:
         kwargs: what `generate` prepared, the cache included.
+        known_code: no code of others takes part, which may look across rows and columns; see `ForwardMode.inference`.
         run: called with the numbers, ids and keywords of some rows; the prompt's forward.
     """
-    groups = row_groups(model, input_ids, generation_config, kwargs)
+    groups = [list(range(input_ids.shape[0]))]
+    if known_code and len(groups[0]) > 1:
+        groups = row_groups(model, input_ids, generation_config, kwargs)
     if len(groups) == 1:
         outputs = run(groups[0], input_ids, kwargs)
         return outputs, outputs.logits[:, -1:], outputs[CACHE_NAME]
@@ -81,12 +84,10 @@ def row_groups(
     cache: Any = kwargs.get(CACHE_NAME)
     given = {name for name, value in kwargs.items() if value is not None and value is not False}
     if (
-        len(whole[0]) < 2
-        or model.device.type != "cpu"
+        model.device.type != "cpu"
         or not given <= {*SPLIT, *WHOLE}
         or mask is None
         or mask.shape != input_ids.shape
-        or not runs_in_inference_mode(model)  # code of others may look across rows and columns
         or type(cache) is not DynamicCache
         or list(map(type, cache.layers)) != list(map(type, empty_cache(model).layers))
         or cache.get_seq_length() > 0

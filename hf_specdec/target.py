@@ -306,7 +306,8 @@ class Target(SlotModel):
             return outputs
 
         with self.timed():
-            outputs, logits, cache = run_prompt(self.model, input_ids, generation_config, kwargs, run)
+            known_code = self.mode.inference
+            outputs, logits, cache = run_prompt(self.model, input_ids, generation_config, kwargs, known_code, run)
         if (mask := kwargs.get("attention_mask")) is None:
             embeds = kwargs.get("inputs_embeds")
             length = input_ids.shape[1] if embeds is None else embeds.shape[1]
