@@ -7,14 +7,13 @@ round reads the device once, for what was accepted; clocks are read right after 
 import time
 from collections.abc import Sequence
 
-import torch
-
 from .errors import SpecDecError
+from .proposal import fault_of, is_fit, told, trimmed
 from .request import Request
 from .state import DecodeState, Plan
 from .stats import Judged, StepRecord
 from .target import TargetOutput
-from .tree import DraftTree, fault_of, fit, keep_nodes, repeated, told
+from .tree import DraftTree
 
 
 def decode(request: Request) -> None:
@@ -83,18 +82,14 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
         )
     if tree.size == 1:
         return DraftTree.from_chains(state.roots(), [[]] * state.rows, state.device)
-    tree = fit(tree, state.roots(), plan.width, plan.nodes)
-    room = torch.tensor(rooms, device=tree.tokens.device).clamp(max=plan.depth + 1)
-    readable = (tree.tokens >= 0) & (tree.tokens < request.vocab_size)
-    for token in request.unreadable:
-        readable &= tree.tokens != token
-    readable &= ~repeated(tree)
-    if request.verifier.uses_draft_probs and bool((tree.sampled & ~(readable & told(tree))).any()):
-        raise SpecDecError(
-            f"Strategy {request.stats.strategy!r} drew a token that the target cannot read, a sibling holds, or "
-            "its law does not give; under this verifier `probs` must be the law that each node was drawn from."
-        )
-    tree = keep_nodes(tree, readable & (tree.depths < room.unsqueeze(1)))
+    given = tree, state.roots(), plan, rooms, request.vocab_size, request.unreadable
+    if not is_fit(*given):
+        tree, readable = trimmed(*given)
+        if request.verifier.uses_draft_probs and bool((tree.sampled & ~(readable & told(tree))).any()):
+            raise SpecDecError(
+                f"Strategy {request.stats.strategy!r} drew a token that the target cannot read, a sibling holds, or "
+                "its law does not give; under this verifier `probs` must be the law that each node was drawn from."
+            )
     return tree if tree.probs is not None else request.controller.prune(state, tree)
 
 
@@ -106,21 +101,10 @@ def emit(
     Returns the emitted tokens of the rows that stay, and of all rows that were decoding what was judged.
     """
     scores, acceptance = request.judge(tree, output.logits, state, 0 if plan is None else plan.depth)
-    read = torch.cat(
-        [
-            acceptance.path,
-            tree.tokens.gather(1, acceptance.path.clamp(min=0)),
-            acceptance.count.unsqueeze(1),
-            acceptance.next_token.unsqueeze(1),
-            (tree.parents >= 0).sum(1, keepdim=True),
-            tree.depths.max(1, keepdim=True).values,
-        ],
-        dim=1,
-    ).tolist()  # the host read
-    width = acceptance.path.shape[1]
-    counts = [row[2 * width] for row in read]
-    paths = [row[:count] for row, count in zip(read, counts)]
-    proposed = [row[width : width + count] + [row[2 * width + 1]] for row, count in zip(read, counts)]
+    read = acceptance.on_host(tree)
+    paths = [row.path for row in read]
+    counts = list(map(len, paths))
+    proposed = [row.tokens for row in read]
     if min(map(min, proposed)) < 0:
         raise RuntimeError("The target's law after processing is not finite (probabilities are inf, nan or all zero).")
     request.keep_scores(state, paths, scores, output.logits)
@@ -135,8 +119,8 @@ def emit(
             request.stats.count_emitted(row_id, 0, len(emitted[row]))
         else:
             whole = len(emitted[row]) > counts[row]
-            drafted[row] = read[row][2 * width + 2] if whole else len(emitted[row])
-            reached[row] = min(read[row][2 * width + 3], accepted[row] + 1) if whole else accepted[row]
+            drafted[row] = read[row].drafted if whole else len(emitted[row])
+            reached[row] = min(read[row].deepest, accepted[row] + 1) if whole else accepted[row]
             request.stats.count_round(row_id, drafted[row], reached[row], accepted[row], len(emitted[row]))
             request.outputs.add_states(state, row, [0, *paths[row]][: len(emitted[row])], output.raw)
             settled.append((row, state.length(row) - 1, paths[row][: accepted[row]]))

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -18,6 +18,14 @@ from .errors import SpecDecError
 
 UNKNOWN = 0.5
 """Estimated acceptance of a draft token whose drafter gives none."""
+
+
+class HostRow(NamedTuple):
+    """One row of a `DraftTree` as lists; `values` is None where the tree has none."""
+
+    tokens: list[int]
+    parents: list[int]
+    values: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,10 +76,38 @@ class DraftTree:
         """Edges between each node and the root; 0 for the root and for padding. `LongTensor` of shape `(B, N)`."""
         return self.seen.sum(-1) - 1
 
-    def on_host(self) -> list[tuple[list[int], list[float] | None]]:
-        """Parents and values of each row; None where the tree has no values. Reads the device."""
-        parents = self.parents.tolist()
-        return list(zip(parents, [None] * len(parents) if self.values is None else self.values.tolist()))
+    @property
+    def on_host(self) -> list[HostRow]:
+        """Each row's nodes. Reads the device, but for a tree that was made of lists."""
+        if self.made_of_lists:
+            rows: list[HostRow] = self.__dict__["_lists"]
+            return rows
+        return self._read
+
+    @cached_property
+    def _read(self) -> list[HostRow]:
+        values = [None] * len(self.tokens) if self.values is None else self.values.tolist()
+        return list(map(HostRow, self.tokens.tolist(), self.parents.tolist(), values))
+
+    @property
+    def made_of_lists(self) -> bool:
+        """It was made of lists, of point masses that is, and nobody has written to its tensors since."""
+        parts = (self.tokens, self.parents, self.sampled, self.parents if self.values is None else self.values)
+        return "_lists" in self.__dict__ and not any(part.is_inference() or part._version for part in parts)
+
+    @classmethod
+    def from_host(cls, rows: list[HostRow], device: torch.device | str = "cpu") -> "DraftTree":
+        """The tree of these rows of looked-up tokens, all of the same size."""
+        parents = torch.tensor([row.parents for row in rows], device=device)
+        values = [row.values for row in rows if row.values is not None]
+        tree = cls(
+            torch.tensor([row.tokens for row in rows], device=device),
+            parents,
+            torch.zeros_like(parents, dtype=torch.bool),
+            values=torch.tensor(values, device=device) if values else None,
+        )
+        tree.__dict__["_lists"] = rows
+        return tree
 
     @classmethod
     def from_chains(
@@ -82,29 +118,17 @@ class DraftTree:
     ) -> "DraftTree":
         """One chain of looked-up tokens per row below its root; shorter rows are padded."""
         width = 1 + max(map(len, chains))
-        tokens = [
-            [root, *chain] + [root] * (width - 1 - len(chain)) for root, chain in zip(roots, chains, strict=True)
-        ]
-        parents = [list(range(-1, len(chain))) + [-1] * (width - 1 - len(chain)) for chain in chains]
-        parent_tensor = torch.tensor(parents, device=device)
-        return cls(
-            torch.tensor(tokens, device=device), parent_tensor, torch.zeros_like(parent_tensor, dtype=torch.bool)
-        )
+        rows = []
+        for root, chain in zip(roots, chains, strict=True):
+            fill = width - 1 - len(chain)
+            rows.append(HostRow([root, *chain, *[root] * fill], [*range(-1, len(chain)), *[-1] * fill]))
+        return cls.from_host(rows, device)
 
     @classmethod
     def from_rows(cls, rows: Sequence["RowTree"], device: torch.device | str = "cpu") -> "DraftTree":
         """One tree of looked-up tokens per row; smaller rows are padded."""
         size = max(map(len, rows))
-        fill = [size - len(row) for row in rows]
-        tokens = [row.tokens + row.tokens[:1] * count for row, count in zip(rows, fill)]
-        parents = torch.tensor([row.parents + [-1] * count for row, count in zip(rows, fill)], device=device)
-        values = [row.values + [0.0] * count for row, count in zip(rows, fill)]
-        return cls(
-            torch.tensor(tokens, device=device),
-            parents,
-            torch.zeros_like(parents, dtype=torch.bool),
-            values=torch.tensor(values, device=device),
-        )
+        return cls.from_host([row.padded(size) for row in rows], device)
 
     def first(self, nodes: int) -> "DraftTree":
         """The tree of its first `nodes` nodes."""
@@ -148,15 +172,20 @@ class RowTree:
             self.values[node] = max(self.values[node], value)
         return node
 
+    def padded(self, size: int) -> HostRow:
+        """The row with padding up to a size."""
+        fill = size - len(self)
+        return HostRow(self.tokens + self.tokens[:1] * fill, self.parents + [-1] * fill, self.values + [0.0] * fill)
+
     @classmethod
     def of(cls, tree: DraftTree, row: int) -> "RowTree":
         """One row of a tree. Where it gives no values, half of the drafts are taken to be right at each depth."""
-        tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-        values = (UNKNOWN ** tree.depths[row] if tree.values is None else tree.values[row]).tolist()
+        tokens, parents, values = tree.on_host[row]
         own, places = cls(tokens[0]), {0: 0}
         for node, parent in enumerate(parents):
             if parent in places:
-                places[node] = own.add(places[parent], tokens[node], values[node])
+                value = own.values[places[parent]] * UNKNOWN if values is None else values[node]
+                places[node] = own.add(places[parent], tokens[node], value)
         return own
 
     def best(self, nodes: int, width: int) -> "RowTree":
@@ -276,84 +305,25 @@ def siblings(parents: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, to
     return [(rows, above, nodes, elder) for rows, above, nodes, elder in columns]
 
 
-def select_nodes(tree: DraftTree, kept: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> DraftTree:
+def select_nodes(tree: DraftTree, kept: Sequence[Sequence[int]]) -> DraftTree:
     """The tree of some nodes of each row, renumbered; rows with fewer are padded.
 
     Args:
-        tree: without `probs`, whose rows would have to follow.
+        tree: of point masses.
         kept: nodes per row, ascending, the root and the parents of all of them included.
-        parents: those of the tree, on the host.
     """
     size = max(map(len, kept))
-    places = [{node: place for place, node in enumerate(own)} for own in kept]
-    above = [
-        [place.get(row[node], -1) for node in own] + [-1] * (size - len(own))
-        for own, row, place in zip(kept, parents, places, strict=True)
-    ]
-    index = torch.tensor([[*own, *[0] * (size - len(own))] for own in kept], device=tree.tokens.device)
-    values = None if tree.values is None else tree.values.gather(1, index)
-    return DraftTree(
-        tree.tokens.gather(1, index),
-        torch.tensor(above, device=tree.tokens.device),
-        tree.sampled.gather(1, index),
-        values=values,
-    )
-
-
-def fit(tree: DraftTree, roots: Sequence[int], width: int, size: int) -> DraftTree:
-    """The first `size` nodes of a tree below these roots; a node whose parent does not come before it is padding.
-
-    Args:
-        width: 1 for a chain: there the parent comes right before.
-    """
-    root = torch.tensor(roots, device=tree.tokens.device).unsqueeze(1)
-    nodes = torch.arange(tree.size, device=root.device)
-    parents = torch.where(tree.parents < nodes, tree.parents, -1).index_fill(1, nodes[:1], -1)
-    if width == 1:
-        parents = torch.where(parents == nodes - 1, parents, -1)
-    tokens = torch.cat([root, tree.tokens[:, 1:].long()], 1)
-    return DraftTree(tokens, parents.long(), tree.sampled, tree.probs, tree.values).first(size)
-
-
-def fault_of(tree: Any, rows: int, vocabulary: int | None = None) -> str | None:
-    """What is wrong with the answer of a draft strategy, or None. Looks at types and shapes alone.
-
-    Args:
-        rows: that the tree must have.
-        vocabulary: V of its `probs`, where that is known.
-    """
-    if not isinstance(tree, DraftTree):
-        return f"it answered with {type(tree).__name__}"
-    parts = {name: getattr(tree, name) for name in ("tokens", "parents", "sampled", "probs", "values")}
-    for name, part in parts.items():
-        if not isinstance(part, torch.Tensor) and (part is not None or name not in ("probs", "values")):
-            return f"its {name} are a {type(part).__name__}, no tensor"
-    shape = tuple(tree.tokens.shape)
-    if len(shape) != 2 or shape[0] != rows or not shape[1]:
-        return f"its tokens have shape {shape}"
-    for name, part in parts.items():
-        law = (vocabulary or part.shape[-1],) if name == "probs" and part is not None else ()
-        if part is not None and tuple(part.shape) != (*shape, *law):
-            return f"its {name} have shape {tuple(part.shape)}, not {(*shape, *law)}"
-    if tree.tokens.is_floating_point() or tree.parents.is_floating_point() or tree.sampled.dtype != torch.bool:
-        return "its tokens or parents are no whole numbers, or its sampled no booleans"
-    return None
-
-
-def repeated(tree: DraftTree) -> torch.Tensor:
-    """The nodes whose token an earlier sibling holds: `BoolTensor` of shape `(B, N)`."""
-    tokens, parents = tree.tokens, tree.parents
-    same = (tokens.unsqueeze(2) == tokens.unsqueeze(1)) & (parents.unsqueeze(2) == parents.unsqueeze(1))
-    return (same.tril(-1)).any(2) & (parents >= 0)
-
-
-def told(tree: DraftTree) -> torch.Tensor:
-    """The nodes to which the law of their parent's children gives some probability: `BoolTensor` of shape `(B, N)`."""
-    if tree.probs is None:
-        return torch.zeros_like(tree.sampled)
-    rows = torch.arange(len(tree.tokens), device=tree.tokens.device).unsqueeze(1)
-    tokens = tree.tokens.clamp(0, tree.probs.shape[2] - 1)
-    return tree.probs[rows, tree.parents.clamp(min=0), tokens] > 0
+    rows = []
+    for (tokens, parents, values), own in zip(tree.on_host, kept, strict=True):
+        places, fill = {node: place for place, node in enumerate(own)}, size - len(own)
+        rows.append(
+            HostRow(
+                [tokens[node] for node in own] + tokens[:1] * fill,
+                [places.get(parents[node], -1) for node in own] + [-1] * fill,
+                None if values is None else [values[node] for node in own] + [0.0] * fill,
+            )
+        )
+    return DraftTree.from_host(rows, tree.tokens.device)
 
 
 def keep_nodes(tree: DraftTree, allowed: torch.Tensor) -> DraftTree:

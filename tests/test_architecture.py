@@ -34,6 +34,7 @@ PLACES: dict[str, str] = {
     "noise": "compat",
     "ends": "processing",
     "outputs": "state",
+    "proposal": "state",
     "attention": "compat",
     "capability": "compat",
     "kernels": "compat",

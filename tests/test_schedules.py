@@ -93,7 +93,7 @@ def test_selected_nodes_keep_tokens_and_parents(kept):
     tokens = torch.tensor([[9, 1, 2, 3, 4], [8, 5, 6, 7, 0]])
     parents = torch.tensor([[-1, 0, 0, 2, 3], [-1, 0, 1, -1, 1]])
     tree = DraftTree(tokens, parents, torch.zeros_like(tokens, dtype=torch.bool), values=tokens / 10)
-    chosen = select_nodes(tree, kept, parents.tolist())
+    chosen = select_nodes(tree, kept)
     assert chosen.size == max(map(len, kept))
     for row, own in enumerate(kept):
         for node in range(chosen.size):

@@ -24,14 +24,14 @@ class Capricious(Controller):
         return Plan(plan.depth, plan.width, plan.nodes, wanted, self._rng.choice([None, 1.0, 9.0]))
 
     def prune(self, view: DecodeView, tree: DraftTree) -> DraftTree:
-        parents, kept = tree.parents.tolist(), []
-        for row in parents:
+        kept = []
+        for row in tree.parents.tolist():
             own = [0]
             for node, parent in enumerate(row):
                 if parent in own and self._rng.random() < 0.7:
                     own.append(node)
             kept.append(own)
-        return select_nodes(tree, kept, parents)
+        return select_nodes(tree, kept)
 
 
 @dataclass(frozen=True)

@@ -271,10 +271,9 @@ class AdaptiveController(Controller):
         forwards = self._scope.drafter.forwards - self._forwards
         if tree.size == 1 or (forwards and tree.values is None):
             return tree
-        host = tree.on_host()
-        parents = [own for own, _ in host]
+        parents = [row.parents for row in tree.on_host]
         kind = self._learned.model if forwards else self._learned.lookup
-        judged = [kind.judge(*row) for row in host]
+        judged = [kind.judge(row.parents, row.values) for row in tree.on_host]
         chances = [chance for _, chance in judged]
         orders = [
             sorted((node for node, above in enumerate(own) if above >= 0), key=lambda node: -chance[node])
@@ -303,7 +302,8 @@ class AdaptiveController(Controller):
         self._predicted = seconds[count]
         kept = [[0, *sorted(order[:count])] for order in orders]
         if count < most or most + 1 < tree.size:
-            tree, parents = select_nodes(tree, kept, parents), [_renumbered(*each) for each in zip(parents, kept)]
+            tree = select_nodes(tree, kept)
+            parents = [row.parents for row in tree.on_host]
         else:
             kept = [list(range(tree.size))] * rows
         if tree.values is not None:
@@ -371,9 +371,3 @@ class AdaptiveController(Controller):
             "mean_absolute_error_seconds": self._errors / count if count else None,
             "mean_round_seconds": self._predicted_seconds / count if count else None,
         }
-
-
-def _renumbered(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """The parents of some nodes, which are renumbered in order."""
-    places = {node: place for place, node in enumerate(kept)}
-    return [places.get(parents[node], -1) for node in kept]

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import SpecDecError
+from ..proposal import fault_of
 from ..state import Chances, DecodeView, Plan
-from ..tree import UNKNOWN, DraftTree, RowTree, fault_of, union
+from ..tree import UNKNOWN, DraftTree, RowTree, union
 from .base import Drafter, DraftStrategy, build_strategy, known_strategies, register_strategy
 from .draft_model import DraftModel
 from .given import as_strategy
@@ -302,8 +303,8 @@ def promised(tree: DraftTree, chances: Chances | None) -> float:
     if chances is None:
         drafted = tree.parents >= 0
         return 1 + float((values_of(tree) * drafted).sum()) / len(drafted)
-    rows = tree.on_host()
-    return sum(sum(chances(*row)) for row in rows) / len(rows)
+    rows = tree.on_host
+    return sum(sum(chances(row.parents, row.values)) for row in rows) / len(rows)
 
 
 def values_of(tree: DraftTree) -> torch.Tensor:

@@ -6,10 +6,27 @@ accepted path of each row and the target's own token after it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..tree import DraftTree
+
+
+class Decided(NamedTuple):
+    """What came of one row, on the host.
+
+    Args:
+        path: accepted nodes below the root, root side first.
+        tokens: theirs, and the target's own after them.
+        drafted: draft tokens of the row.
+        deepest: depth of the deepest one.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    drafted: int
+    deepest: int
 
 
 @dataclass(frozen=True)
@@ -25,6 +42,24 @@ class Acceptance:
     path: torch.Tensor
     count: torch.Tensor
     next_token: torch.Tensor
+
+    def on_host(self, tree: DraftTree) -> list[Decided]:
+        """What came of each row of the tree. Reads the device once."""
+        if tree.size == 1:
+            return [Decided([], [token], 0, 0) for token in self.next_token.tolist()]
+        parts = [
+            self.path,
+            tree.tokens.gather(1, self.path.clamp(min=0)),
+            self.count.unsqueeze(1),
+            self.next_token.unsqueeze(1),
+            (tree.parents >= 0).sum(1, keepdim=True),
+            tree.depths.max(1, keepdim=True).values,
+        ]
+        width, decided = self.path.shape[1], []
+        for row in torch.cat(parts, dim=1).tolist():
+            count, following, drafted, deepest = row[2 * width :]
+            decided.append(Decided(row[:count], [*row[width : width + count], following], drafted, deepest))
+        return decided
 
 
 Rule = Callable[[DraftTree, torch.Tensor, bool, torch.Tensor | None], Acceptance]
@@ -68,13 +103,15 @@ def follow(tree: DraftTree, choices: torch.Tensor) -> Acceptance:
 
 
 CHUNK = 512
+FEW = 4
+"""Rows up to which one pass over the scores takes less time than two levels do, whose operations are small."""
 
 
 def likeliest(scores: torch.Tensor) -> torch.Tensor:
     """`scores.argmax(-1)`, the first index where several are largest.
 
     On CPU in two levels, the chunk with the maximum and then the place in it: `argmax` over a long row is not
-    vectorised there, `amax` is. For a row or two a plain `max`, which finds the first one as well, is one call.
+    vectorised there, `amax` is. For few rows a plain `max`, which finds the first one as well, is one call.
 
     Args:
         scores: shape `(..., V)`.
@@ -82,7 +119,7 @@ def likeliest(scores: torch.Tensor) -> torch.Tensor:
     size = scores.shape[-1]
     if scores.device.type != "cpu" or size <= 2 * CHUNK:
         return scores.argmax(-1)
-    if scores.numel() <= 2 * size:
+    if scores.numel() <= FEW * size:
         return scores.max(-1).indices
     return _first_of_largest(scores, _chunk_maxima(scores))
 
@@ -101,39 +138,39 @@ def most_likely(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
     """
     size = scores.shape[-1]
     count = min(count, size)
-    if scores.device.type != "cpu" or size <= 2 * count * CHUNK:
-        best, places = scores.float().topk(count, -1)
-        return likeliest(scores), places, best.softmax(-1)
+    if scores.device.type != "cpu" or size <= 2 * count * CHUNK or scores.numel() <= FEW * size:
+        best, places = scores.topk(count, -1)
+        return likeliest(scores), places, best.float().softmax(-1)
     maxima = _chunk_maxima(scores)
-    chunks = maxima.float().topk(count, -1).indices
-    if size % CHUNK == 0:  # whole chunks are copied faster than single scores are gathered
-        first = torch.arange(0, maxima.numel(), maxima.shape[-1]).view(*maxima.shape[:-1], 1)
-        held = scores.reshape(-1, CHUNK).index_select(0, (first + chunks).flatten()).view(*chunks.shape[:-1], -1)
-        best, order = held.float().topk(count, -1)
-        places = chunks.gather(-1, order // CHUNK) * CHUNK + order % CHUNK
-        return _first_of_largest(scores, maxima), places, best.softmax(-1)
-    candidates = (chunks.unsqueeze(-1) * CHUNK + torch.arange(CHUNK)).flatten(-2)
-    inside = candidates < size
-    held = scores.gather(-1, candidates.clamp(max=size - 1)).float()
-    best, order = held.masked_fill_(~inside, -torch.inf).topk(count, -1)
-    return _first_of_largest(scores, maxima), candidates.gather(-1, order), best.softmax(-1)
+    chunks = maxima.topk(count, -1).indices
+    held = _chunks_of(scores, chunks)
+    best, order = held.topk(count, -1)
+    places = chunks.gather(-1, order // CHUNK) * CHUNK + order % CHUNK
+    return _first_of_largest(scores, maxima), places, best.float().softmax(-1)
 
 
 def _chunk_maxima(scores: torch.Tensor) -> torch.Tensor:
-    """On CPU, maxima in float32 take half the time of those over 16-bit scores, the conversion included."""
-    size = scores.shape[-1]
-    whole = size // CHUNK * CHUNK
-    scores = scores.float() if scores.element_size() < 4 else scores
+    """The largest score of each chunk; the last one may be shorter."""
+    whole = scores.shape[-1] // CHUNK * CHUNK
     largest = scores[..., :whole].unflatten(-1, (-1, CHUNK)).amax(-1)
-    if whole < size:
+    if whole < scores.shape[-1]:
         largest = torch.cat([largest, scores[..., whole:].amax(-1, keepdim=True)], dim=-1)
     return largest
 
 
+def _chunks_of(scores: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
+    """The scores of some chunks, `-inf` beyond the end: shape `(..., k * CHUNK)` for chunks of shape `(..., k)`."""
+    size = scores.shape[-1]
+    if size % CHUNK == 0:  # whole chunks are copied faster than single scores are gathered
+        rows = torch.arange(0, scores.numel() // CHUNK, size // CHUNK).view(*scores.shape[:-1], 1)
+        return scores.reshape(-1, CHUNK).index_select(0, (rows + chunks).flatten()).view(*chunks.shape[:-1], -1)
+    places = (chunks.unsqueeze(-1) * CHUNK + torch.arange(CHUNK)).flatten(-2)
+    return scores.gather(-1, places.clamp(max=size - 1)).masked_fill_(places >= size, -torch.inf)
+
+
 def _first_of_largest(scores: torch.Tensor, chunk_maxima: torch.Tensor) -> torch.Tensor:
-    start = chunk_maxima.argmax(-1, keepdim=True) * CHUNK
-    places = (start + torch.arange(CHUNK)).clamp(max=scores.shape[-1] - 1)
-    return places.gather(-1, scores.gather(-1, places).argmax(-1, keepdim=True)).squeeze(-1)
+    chunk = chunk_maxima.argmax(-1, keepdim=True)
+    return (chunk * CHUNK + _chunks_of(scores, chunk).argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def sample_with(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
