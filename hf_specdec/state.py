@@ -148,6 +148,7 @@ class DecodeState(DecodeView):
         self._emitted: list[list[int]] = [[] for _ in range(rows)]
         self._pad_token_id = pad_token_id
         self._grid = input_ids.long()
+        self._written = [0] * rows  # emitted tokens that are in the grid: it is looked at by few calls
 
     def columns(self, row_id: int, count: int) -> list[int]:
         """Columns of the first `count` tokens of a row of the caller's batch in plain `generate`'s cache."""
@@ -172,10 +173,15 @@ class DecodeState(DecodeView):
         Args:
             added: tokens not yet committed, by row id; they follow the row's committed ones.
         """
-        missing = length - self._grid.shape[1]
+        missing = max(length, self.input_length + max(map(len, self._emitted))) - self._grid.shape[1]
         if missing > 0:
             fill = self._grid.new_full((self._grid.shape[0], max(missing, self._grid.shape[1])), self._pad_token_id)
             self._grid = torch.cat([self._grid, fill], dim=1)
+        for row_id, own in enumerate(self._emitted):
+            if unwritten := own[self._written[row_id] :]:
+                end = self.input_length + len(own)
+                self._grid[row_id, end - len(unwritten) : end] = torch.tensor(unwritten, device=self._grid.device)
+                self._written[row_id] = len(own)
         batch = self._grid[:, :length].clone()
         for row_id, tokens in added.items():
             start = self.input_length + len(self._emitted[row_id])
@@ -187,21 +193,16 @@ class DecodeState(DecodeView):
     def commit(self, emitted: Sequence[Sequence[int]]) -> None:
         """Append what each row still decoding emitted."""
         for row, tokens in enumerate(emitted):
-            row_id = self._row_ids[row]
-            start = self.input_length + len(self._emitted[row_id])
-            if start + len(tokens) > self._grid.shape[1]:
-                self.padded(start + len(tokens), {}, self.device)
-            self._grid[row_id, start : start + len(tokens)] = torch.tensor(tokens, device=self._grid.device)
             self._sequences[row].extend(tokens)
-            self._emitted[row_id].extend(tokens)
+            self._emitted[self._row_ids[row]].extend(tokens)
 
     def truncate(self, row_id: int, steps: int) -> bool:
         """Cut a row of the caller's batch back to its first `steps` emitted tokens and pad it. Was there more?"""
         surplus = len(self._emitted[row_id]) - steps
         if surplus > 0:
             del self._emitted[row_id][steps:]
-            start = self.input_length + steps
-            self._grid[row_id, start : start + surplus] = self._pad_token_id
+            self._grid[row_id, self.input_length + steps :] = self._pad_token_id
+            self._written[row_id] = min(self._written[row_id], steps)
             if row_id in self._row_ids:
                 del self._sequences[self._row_ids.index(row_id)][-surplus:]
         return surplus > 0

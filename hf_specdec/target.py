@@ -58,6 +58,8 @@ def _visible(
     size, nodes = seen.shape[1:]
     base = (lengths - 1).unsqueeze(1)
     slot = torch.arange(slots, device=lengths.device).expand(len(seen), -1)
+    if nodes == 1 and window is None and chunk is None:  # the most frequent forward, which is short
+        return (slot <= base).unsqueeze(1)
     node = slot - base
     committed = (node < 0).unsqueeze(1)
     place = node.clamp(0, nodes - 1).unsqueeze(1).expand(-1, size, -1)
@@ -162,9 +164,10 @@ class SlotModel:
         size = tokens.shape[1]
         before = seen.shape[2] - size
         counted = torch.tensor(lengths, device=device)
-        slots = (counted - 1).unsqueeze(1) + torch.arange(before, before + size, device=device)
+        roots = (counted - 1).unsqueeze(1)
+        slots = roots + torch.arange(before, before + size, device=device)
         self.cache.begin(slots, [length + before for length in lengths], size, len(set(lengths)) == 1)
-        index = (counted - 1).unsqueeze(1) + seen.sum(-1) - 1
+        index = roots if seen.shape[2] == 1 else roots + seen.sum(-1) - 1
         if window is not None:
             index = index.clamp(max=window - 1)
         positions = index if self._offset is None else index + self._offset
