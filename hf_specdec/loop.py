@@ -20,7 +20,8 @@ def decode(request: Request) -> None:
     """Decode until every row has ended; results are left in `request`."""
     target, drafter, controller = request.target, request.drafter, request.controller
     started = time.perf_counter()
-    output, cached = target.start(request.input_ids, request.generation_config, drafter.top_tokens > 0)
+    taught = drafter.top_tokens > 0 and controller.teaches
+    output, cached = target.start(request.input_ids, request.generation_config, taught)
     state = request.begin(cached)
     request.outputs.prefill(output.raw)
     roots = request.input_ids[:, -1:] if request.input_ids.shape[1] else request.input_ids.new_zeros(state.rows, 1)
@@ -39,7 +40,7 @@ def decode(request: Request) -> None:
         tree = propose(request, state, plan, rooms)
         drafted_at, draft_forwards = time.perf_counter(), drafter.forwards - before[2]
         output = target.verify(tree, state.lengths())
-        request.teach(state, tree, output.logits)
+        request.teach(state, tree, plan, output.logits)
         context, rows = max(state.lengths()), state.rows
         emitted, judged = emit(request, state, tree, output, plan)
         verified_at = time.perf_counter()

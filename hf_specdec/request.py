@@ -146,10 +146,10 @@ class Request:
         self.noise.forget_before(self.ends.judged_steps(state))
         return self.noise.at([range(first, first + steps) for first in taken], state.row_ids)
 
-    def teach(self, state: DecodeState, tree: DraftTree, logits: torch.Tensor) -> None:
+    def teach(self, state: DecodeState, tree: DraftTree, plan: Plan, logits: torch.Tensor) -> None:
         """Tell the drafter what the target expects after each node, before anything is committed."""
         self._choices = None
-        if self.drafter.top_tokens:
+        if self.drafter.top_tokens and plan.taught:
             self._choices, tokens, probs = most_likely(logits, self.drafter.top_tokens)
             with self.undisturbed():
                 self.drafter.learn(state, tree, tokens, probs)
@@ -160,7 +160,7 @@ class Request:
             return
         with self.undisturbed():
             self.drafter.start(state)
-        if not self.drafter.top_tokens:
+        if not self.drafter.top_tokens or not self.controller.teaches:
             return
         tops = [self.target.prompt_top(row_id, self.drafter.top_tokens) for row_id in state.row_ids]
         self.target.forget_prompt()

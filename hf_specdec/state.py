@@ -27,6 +27,7 @@ class Plan:
             model. Nodes that are drawn for a verifier that reads draft probabilities disregard it.
         lookup_chances, model_chances: what `enough` and `least` are compared with; None takes the drafter's word.
         own_widths: each member of several keeps to the default width of its own.
+        taught: what the target found likely is told after this round; False leaves members out that draft from it.
     """
 
     depth: int
@@ -38,6 +39,7 @@ class Plan:
     lookup_chances: Chances | None = None
     model_chances: Chances | None = None
     own_widths: bool = False
+    taught: bool = True
 
     @classmethod
     def chain(cls, depth: int) -> "Plan":

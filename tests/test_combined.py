@@ -32,7 +32,9 @@ from hf_specdec import (
     SpecDecError,
     Suffix,
 )
+from hf_specdec.control.adaptive import AdaptiveController
 from hf_specdec.drafters.combined import fill_rows
+from hf_specdec.drafters.recycling import RecyclingDrafter
 from hf_specdec.generate import check_combination
 from hf_specdec.state import DecodeView
 from hf_specdec.tree import RowTree, grow_best_first, union
@@ -132,6 +134,44 @@ def test_later_members_of_a_cascade_are_asked_only_for_want_of_a_proposal():
     assert drafter.propose(view, Plan.chain(4)).tokens.tolist() == [[3, 5, 6]]
     assert drafter.propose(view, Plan.chain(4)).tokens.tolist() == [[3, 4]]
     assert Counted.asked == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (Auto(), True),
+        (Free(), True),
+        (Cascade(["recycling", "suffix"]), True),
+        (Suffix(), False),
+        (Recycling(), False),
+        (Merge(["suffix", "prompt_lookup"]), False),
+        (Merge(["recycling", Lookahead(window=5)]), False),
+    ],
+    ids=lambda each: getattr(each, "name", str(each)),
+)
+def test_what_drafts_without_being_taught(strategy, expected):
+    settings = SimpleNamespace(_eos_token_tensor=None)
+    request = SimpleNamespace(vocab_size=60, unreadable=[], rows=1, generation_config=settings)
+    drafter = strategy.build(SimpleNamespace(model=plain_model(), columns=None), request)
+    assert drafter.drafts_untaught == expected
+
+
+@pytest.mark.parametrize("strategy", ["free", "auto"])
+def test_an_untaught_plan_leaves_recycling_out(strategy, monkeypatch):
+    asked, told = [], []
+    propose, learn = RecyclingDrafter.propose, RecyclingDrafter.learn
+    monkeypatch.setattr(RecyclingDrafter, "propose", lambda self, *args: asked.append(1) or propose(self, *args))
+    monkeypatch.setattr(RecyclingDrafter, "learn", lambda self, *args: told.append(1) or learn(self, *args))
+    call = {**prompt(3), "do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True}
+    plain = plain_model().generate(**call).sequences
+    for taught in (True, False):
+        asked.clear(), told.clear()
+        monkeypatch.setattr(AdaptiveController, "_teaching_pays", lambda self, rows, pays=taught: pays)
+        output = spec_model().generate(**call, assistant_strategy=strategy)
+        assert torch.equal(output.sequences, plain)
+        assert bool(asked) == bool(told) == taught
+        rounds = sum(output.speculation.choices["rounds_by_nodes"].values())
+        assert output.speculation.choices["untaught_rounds"] == (0 if taught else rounds)
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])

@@ -49,7 +49,11 @@ class Machine:
 
 def controller(machine: Machine, longest: int = LONGEST, learned: Learned | None = None, width: int = 1):
     drafter = SimpleNamespace(
-        looks_up=machine.draft is None, runs_model=machine.draft is not None, forwards=0, top_tokens=0
+        looks_up=machine.draft is None,
+        runs_model=machine.draft is not None,
+        forwards=0,
+        top_tokens=0,
+        drafts_untaught=False,
     )
     largest = Plan(longest, width, longest + 1)
     return AdaptiveController(Scope(lambda rows: largest, drafter, None), learned or Learned())
@@ -230,6 +234,19 @@ def test_nodes_are_kept_down_to_the_one_that_does_not_pay():
     assert control.prune(view, tree_of([0.05, 0.04], [0, 0])).size == 1
 
 
+@pytest.mark.parametrize(("block", "untaught", "taught"), [(2.3, True, False), (1.3, True, True), (2.3, False, True)])
+def test_teaching_is_left_out_where_a_usual_draft_does_not_pay_for_its_block(block, untaught, taught):
+    """Only where something drafts without it; the costs are known from an earlier call."""
+    learned = Learned(CostModel.measured({1: 1.0, 2: 0.7 + 0.3 * block, 4: block - 0.1, 8: block, 16: block}))
+    control = controller(Machine(0.1, None), longest=15, learned=learned, width=4)
+    control._scope.drafter.top_tokens, control._scope.drafter.drafts_untaught = 8, untaught
+    assert control.teaches == taught
+    view = DecodeView.of_sequences([[0]])
+    plan = control.plan(view, [50])
+    assert plan.depth and plan.taught == taught
+    assert control.report()["untaught_rounds"] == (not taught)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_kept_is_a_tree_of_the_proposed_one(seed):
     rng = random.Random(seed)
@@ -353,7 +370,7 @@ class SomeModel:
 
 
 def scope(model: Any, rows: int = 1) -> Scope:
-    drafter = SimpleNamespace(looks_up=False, runs_model=True, forwards=0, top_tokens=0)
+    drafter = SimpleNamespace(looks_up=False, runs_model=True, forwards=0, top_tokens=0, drafts_untaught=False)
     return Scope(lambda rows: Plan.chain(LONGEST), drafter, model, rows=rows)
 
 
@@ -402,7 +419,7 @@ def test_the_report_counts_choices_and_says_why_drafting_stopped():
 @pytest.mark.parametrize("every", [2, 3, 6])
 def test_lookups_that_pay_do_not_keep_a_draft_model_from_being_tried_again(every):
     """The model is wrong at first and right after that; lookups are right, but have something to say now and then."""
-    drafter = SimpleNamespace(looks_up=True, runs_model=True, forwards=0, top_tokens=0)
+    drafter = SimpleNamespace(looks_up=True, runs_model=True, forwards=0, top_tokens=0, drafts_untaught=False)
     control = AdaptiveController(Scope(lambda rows: Plan(9, 1, 10), drafter, None), Learned())
     control.start(24, 1.3)
     view, late = DecodeView.of_sequences([[0]]), 0
@@ -430,7 +447,7 @@ def test_lookups_that_pay_do_not_keep_a_draft_model_from_being_tried_again(every
 
 def test_lookups_that_were_given_up_are_asked_again_for_little():
     """Useless for 400 rounds, and sure of themselves and right after that, as where a text begins to copy."""
-    drafter = SimpleNamespace(looks_up=True, runs_model=False, forwards=0, top_tokens=0)
+    drafter = SimpleNamespace(looks_up=True, runs_model=False, forwards=0, top_tokens=0, drafts_untaught=False)
     control = AdaptiveController(Scope(lambda rows: Plan(6, 1, 7), drafter, None), Learned())
     control.start(24, 1.3)
     view, asked, taken, seconds = DecodeView.of_sequences([[0]]), [], [], 0.0

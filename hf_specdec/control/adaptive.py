@@ -36,6 +36,8 @@ RECENT = 0.97
 """By which the tokens and seconds of earlier rounds are forgotten per round."""
 LESSON = 0.03
 """Tokens that a node is worth beside its own acceptance where the drafter learns from what the target says there."""
+TYPICAL = 0.27
+"""Tokens that a tree of n nodes from what the target found likely brings, per doubling of n: an average over texts."""
 WORTH_START, WORTH_RATE = 0.1, 0.05
 """Gain over plain steps that lookups begin with, and how fast it follows what they promise."""
 
@@ -155,7 +157,8 @@ class AdaptiveController(Controller):
         self._sizes: Counter[int] = Counter()
         self._off: list[dict[str, Any]] = []
         self._seconds = self._errors = self._predicted_seconds = 0.0
-        self._rounds = self._predictions = 0
+        self._rounds = self._predictions = self._untaught = 0
+        self._taught = True
         self._recent_tokens = self._recent_seconds = 0.0
         self._worth = WORTH_START
         self._model_probes, self._lookup_probes, self._spent = Probes(), Probes(), 0.0
@@ -167,6 +170,19 @@ class AdaptiveController(Controller):
         self._forwards = self._scope.drafter.forwards
         self._shown: tuple[list[list[int]], list[list[int]]] | None = None
 
+    @property
+    def teaches(self) -> bool:
+        """Drafts from what the target found likely pay here if they are as good as usual, or there are no others."""
+        return not self._scope.drafter.drafts_untaught or self._teaching_pays(self._scope.rows)
+
+    def _teaching_pays(self, rows: int) -> bool:
+        costs, nodes = self._costs, self._scope.largest(rows).nodes
+        plain = costs.block(rows)
+        return any(
+            (1 + TYPICAL * math.log2(size)) * plain > costs.lookup + costs.block(rows * size)
+            for size in range(2, nodes + 1)
+        )
+
     def start(self, tokens: int, seconds: float) -> None:
         """What the prompt's forward says about costs."""
         self._costs.start(tokens, seconds)
@@ -175,6 +191,9 @@ class AdaptiveController(Controller):
         """A draft model's chain of the best length; for lookups the largest plan, while they are worth asking."""
         self._begin_round()
         plan = self._scope.largest(view.rows).within(max(rooms) - 1)
+        if self._scope.drafter.drafts_untaught and not self._teaching_pays(view.rows):
+            plan, self._untaught = replace(plan, taught=False), self._untaught + 1
+        self._taught = plan.taught
         plain = self._costs.block(view.rows)
         self._predicted = plain
         if not plan.depth:
@@ -283,7 +302,8 @@ class AdaptiveController(Controller):
         drafting = (self._costs.lookup if self._scope.drafter.looks_up else 0.0) + forwards * self._costs.draft_step
         expected = float(rows)
         tokens, seconds = [expected], [drafting + self._costs.block(rows)]
-        taught = LESSON * rows if self._scope.drafter.top_tokens and not forwards else 0.0
+        learns = self._scope.drafter.top_tokens and self._taught and not forwards
+        taught = LESSON * rows if learns else 0.0
         for count in range(most):
             expected += taught
             for order, chance in zip(orders, chances):
@@ -361,13 +381,15 @@ class AdaptiveController(Controller):
         self.at_end()
 
     def report(self) -> dict[str, Any]:
-        """Rounds by block size, when drafting was switched off and why, and how well seconds were predicted, from the
-        second round on; None where there was none."""
+        """Rounds by block size, when drafting was switched off and why, rounds in which drafts from what the target
+        found likely were left out, and how well seconds were predicted, from the second round on; None where there was
+        none."""
         count = self._predictions
         return {
             "schedule": Adaptive.name,
             "rounds_by_nodes": {str(nodes): rounds for nodes, rounds in sorted(self._sizes.items())},
             "switched_off": self._off,
+            "untaught_rounds": self._untaught,
             "mean_absolute_error_seconds": self._errors / count if count else None,
             "mean_round_seconds": self._predicted_seconds / count if count else None,
         }

@@ -18,6 +18,11 @@ from ..tree import DraftTree
 class Controller(ABC):
     """Grants each round a plan and learns from what came of it. One object per call."""
 
+    @property
+    def teaches(self) -> bool:
+        """Drafters are told what the target found likely in the prompt."""
+        return True
+
     def start(self, tokens: int, seconds: float) -> None:
         """Called once after the prompt's forward.
 
@@ -55,7 +60,7 @@ class Scope:
 
     Args:
         largest: gives the largest plan for a number of rows.
-        drafter: whose `looks_up`, `runs_model` and `forwards` count.
+        drafter: whose `looks_up`, `runs_model`, `drafts_untaught` and `forwards` count.
         model: the target.
         strategy: name and settings of the draft strategy, as text.
         rows: of the batch at the start.

@@ -34,6 +34,7 @@ class Drafter(CandidateGenerator, ABC):
         runs_model: it drafts by forward passes of a model; a plan of depth 0 spares them.
         on_target: it drafts on the target's own K/V, so it serves no other loop.
         top_tokens: how many of the target's likeliest next tokens `learn` is given; 0: `learn` is not called.
+        drafts_untaught: it drafts from text as well, so that a plan may do without `learn`.
         forwards: forward passes of a draft model so far.
         forward_seconds: time spent in them.
     """
@@ -43,6 +44,7 @@ class Drafter(CandidateGenerator, ABC):
     runs_model: bool = False
     on_target: bool = False
     top_tokens: int = 0
+    drafts_untaught: bool = False
     forwards: int = 0
     forward_seconds: float = 0.0
 

@@ -204,6 +204,7 @@ class CombinedDrafter(Drafter):
         self.top_tokens = max(each.top_tokens for each in members)
         self.stock_draft_tokens = max(each.stock_draft_tokens for each in members)
         self.looks_up = any(each.looks_up for each in members)
+        self.drafts_untaught = self.top_tokens > 0 and any(_drafts_untaught(each) for each in members)
         self.runs_model = any(each.runs_model for each in members)
         self.on_target = any(each.on_target for each in members)
 
@@ -216,6 +217,8 @@ class CombinedDrafter(Drafter):
                 own = own.within(strategy.default_depth)
         if plan.own_widths:
             own = replace(own, width=min(strategy.default_width, own.width)).within(own.depth)
+        if not plan.taught and member.top_tokens and not member.drafts_untaught:
+            own = own.within(0)
         if not own.depth:
             return DraftTree.from_chains(view.roots(), [[]] * view.rows, view.device)
         tree = member.propose(view, own)
@@ -262,12 +265,19 @@ class CombinedDrafter(Drafter):
             each.finish()
 
 
+def _drafts_untaught(member: Drafter) -> bool:
+    return member.drafts_untaught or (member.looks_up and not member.top_tokens)
+
+
 class MergeDrafter(CombinedDrafter):
     """One tree of all proposals."""
 
     def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
         """The most valuable nodes of all proposals; under a plan for chains, of the paths to them the best one."""
-        trees = [self.ask(each, view, plan) for each in self._members]
+        asked = [self.ask(each, view, plan) for each in self._members]
+        trees = [tree for tree in asked if tree.size > 1]
+        if not trees or (len(trees) == 1 and trees[0].values is not None):
+            return (trees or asked)[0]
         rows = [union([RowTree.of(tree, row) for tree in trees], plan.width, plan.nodes) for row in range(view.rows)]
         return DraftTree.from_rows(rows, view.device)
 
@@ -287,6 +297,8 @@ class CascadeDrafter(CombinedDrafter):
                 chosen = tree
             else:
                 chosen = fill_rows(chosen, tree) if plan.enough is None else fill_rows(tree, chosen)
+            if each is self._members[-1]:
+                break
             if has_drafts(chosen) if plan.enough is None else promised(chosen, plan.lookup_chances) >= plan.enough:
                 break
         assert chosen is not None
