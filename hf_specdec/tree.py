@@ -172,6 +172,14 @@ class RowTree:
             self.values[node] = max(self.values[node], value)
         return node
 
+    @classmethod
+    def chain(cls, root: int, tokens: Sequence[int], values: Sequence[float]) -> "RowTree":
+        """A chain of these tokens."""
+        tree = cls(root)
+        for node, (token, value) in enumerate(zip(tokens, values, strict=True)):
+            tree.add(node, token, value)
+        return tree
+
     def padded(self, size: int) -> HostRow:
         """The row with padding up to a size."""
         fill = size - len(self)

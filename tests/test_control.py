@@ -304,6 +304,20 @@ def test_the_prompt_tells_how_steep_blocks_may_be():
     assert 1 <= shallow.block(8) < 1.02 < steep.block(8)
 
 
+def test_small_blocks_that_are_dear_do_not_make_large_ones_unthinkable():
+    """A CPU whose kernel for one token is twice as fast as the one for more."""
+    costs = CostModel()
+    costs.start(100, 3.5)
+    for _ in range(40):
+        for tokens, seconds in ((1, 1.0), (2, 1.7), (3, 2.1)):
+            costs.observe_block(tokens, seconds)
+    assert costs.block(3) == pytest.approx(2.1, rel=0.05)
+    assert 2.1 < costs.block(16) < 2.6
+    assert costs.block(64) < 4.2
+    again = CostModel.from_dict(costs.to_dict())
+    assert again.block(3) == pytest.approx(2.1, rel=0.05)
+
+
 def test_costs_survive_a_file(tmp_path):
     costs = CostModel.measured({1: 1.0, 2: 1.5, 8: 2.0}, 0.1, 0.01)
     for tokens, seconds in ((1, 1.0), (2, 1.5), (8, 2.0)):

@@ -1,16 +1,22 @@
 """Prompt lookup: the longest match, then the most recent, at a cost that does not depend on the history."""
 
 import pickle
+import random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_specdec.control.adaptive import AdaptiveController, Learned
+from hf_specdec.control.base import Scope
+from hf_specdec.control.cost import CostModel
 from hf_specdec.drafters.base import STRATEGIES, build_strategy
 from hf_specdec.drafters.prompt_lookup import NgramIndex, PromptLookup, PromptLookupDrafter
+from hf_specdec.drafters.suffix_index import ESCAPE
 from hf_specdec.errors import SpecDecError
 from hf_specdec.state import DecodeView, Plan
+from hf_specdec.stats import StepRecord
 from hf_specdec.tree import DraftTree
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -159,7 +165,7 @@ def operations_of_a_round(history: int) -> tuple[int, int]:
     text.extend((history + i) % 50 for i in range(3))
     CountingTable.operations = CountingText.read = 0
     index.absorb(text)
-    assert len(index.draft(text, 10)) == 10
+    assert len(index.draft(text, 10)[0]) == 10
     return CountingTable.operations, CountingText.read
 
 
@@ -188,3 +194,55 @@ def test_settings_round_trip():
     assert isinstance(strategy.build(None, None), PromptLookupDrafter)
     with pytest.raises(SpecDecError, match="max_ngram"):
         build_strategy("prompt_lookup", {"max_ngrm": 3})
+
+
+@pytest.mark.parametrize(("text", "matched"), [([1, 2, 3, 9, 3], 1), ([1, 2, 3, 9, 1, 2, 3], 3), ([5] * 40, 16)])
+def test_longer_matches_are_believed_more(text, matched):
+    drafter = PromptLookup().build(None, None)
+    view = DecodeView.of_sequences([text])
+    drafter.start(view)
+    tree = drafter.propose(view, Plan.chain(3))
+    ratios = (tree.values[0, 1:] / tree.values[0, :-1]).tolist()
+    assert ratios == pytest.approx([(matched + depth) / (matched + depth + ESCAPE) for depth in range(len(ratios))])
+
+
+def test_a_text_that_copies_late_is_copied_under_the_adaptive_schedule():
+    """Short matches that fail say nothing of long ones: simulated, blocks as dear as on a 2-core CPU."""
+    costs = CostModel.measured({1: 1.0, 2: 1.7, 3: 2.1, 5: 2.15, 8: 2.2, 11: 2.25})
+    drafter = PromptLookup().build(None, None)
+    control = AdaptiveController(Scope(lambda rows: Plan.chain(10), drafter, None), Learned(costs))
+    rng = random.Random(0)
+    source = [rng.randrange(100) for _ in range(60)]
+    text = source + [rng.choice(source) for _ in range(150)] + source
+    state = [list(text[:61])]
+    view = DecodeView.of_sequences(state)
+    drafter.start(view)
+    rounds_of_copy = 0
+    while len(state[0]) < len(text):
+        plan = control.plan(view, [len(text) - len(state[0])])
+        tree = DraftTree.from_chains(view.roots(), [[]])
+        if plan.depth:
+            tree = control.prune(view, drafter.propose(view, plan))
+        rest, drafted = text[len(state[0]) :], tree.tokens[0, 1:].tolist()
+        hits = next((place for place, pair in enumerate(zip(drafted, rest)) if pair[0] != pair[1]), len(drafted))
+        emitted = rest[: hits + 1]
+        rounds_of_copy += len(state[0]) > 60 + 150
+        state[0].extend(emitted)
+        drafter.observe(view, [emitted])
+        control.observe(
+            StepRecord(
+                plan=plan,
+                rows=1,
+                nodes=tree.size,
+                context=len(state[0]),
+                drafted=[len(drafted)],
+                reached=[min(len(drafted), hits + 1)],
+                accepted=[hits],
+                paths=[[*range(1, hits + 1)]],
+                draft_forwards=0,
+                draft_seconds=0.01 if plan.depth else 0.0,
+                verify_seconds=costs.block(tree.size),
+                step_seconds=costs.block(tree.size) + 0.01 * bool(plan.depth),
+            )
+        )
+    assert rounds_of_copy < 30, "60 tokens that are copied"

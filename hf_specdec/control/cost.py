@@ -2,7 +2,8 @@
 
 The cost of a block is a function of its tokens over all rows: a line with a non-negative slope, corrected where a size
 has times of its own, times a speed that follows the recent rounds and with them the context and the state of the
-machine. Times are medians, so that single slow rounds do not count.
+machine. Times are medians, so that single slow rounds do not count. Further tokens cost less and less: beyond the sizes
+that were timed they add no more than in the prompt, for that two cost twice as much as one says little of sixteen.
 """
 
 import copy
@@ -55,6 +56,7 @@ class CostModel:
     def __init__(self) -> None:
         self.doubt = float("inf")
         self._slope = SLOPE
+        self._most = math.inf  # what a further token adds at most, as a share of a block of one
         self._prompt: tuple[int, float] | None = None
         self._speed = 1.0
         self._speeds: deque[float] = deque(maxlen=SPEED_WINDOW)
@@ -76,7 +78,8 @@ class CostModel:
         """A verify forward over so many tokens, with all that a round does beside drafting."""
         if self._prompt is not None:
             length, prompt_seconds = self._prompt
-            self._slope = min(max(prompt_seconds / seconds - 1, 0.0) / max(length - tokens, 1), STEEPEST) / 2
+            self._most = max(prompt_seconds / seconds - 1, 0.0) / max(length - tokens, 1)
+            self._slope = min(self._most, STEEPEST) / 2
             self.doubt = 1.5 + 40 * self._slope
             self._prompt = None
         size = _size(tokens)
@@ -128,13 +131,15 @@ class CostModel:
         if known is None:
             if not self._blocks:
                 self._corners = self._corrected()
-            known = self._line[0] + self._line[1] * (tokens - 1)
+            known, most = self._line[0] + self._line[1] * (tokens - 1), math.inf
             for size, cost in self._corners:
                 if size <= tokens:
                     known = cost if size == tokens else max(known, cost)
+                    most = cost + self._most * self._line[0] * (tokens - size) if size < tokens else cost
                 else:
-                    known = min(known, cost)
+                    most = min(most, cost)
                     break
+            known = min(known, most)
             self._blocks[tokens] = known
         return known
 

@@ -4,14 +4,20 @@ Prompt Lookup Decoding, Saxena 2023. The index holds, for each n-gram, where it 
 grows as tokens arrive, so a draft costs at most `max_ngram` dictionary look-ups however long the text is.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from ..errors import SpecDecError
 from ..state import DecodeView, Plan
-from ..tree import DraftTree
+from ..tree import DraftTree, RowTree
 from .base import Drafter, DraftStrategy, register_strategy
+from .suffix_index import ESCAPE
+
+MATCHED = 16
+"""Tokens that are compared to tell how long a match is."""
 
 
 @register_strategy("prompt_lookup")
@@ -65,8 +71,9 @@ class NgramIndex:
                     starts[tuple(text[position - n : position])] = position
         self._next = max(self._next, len(text))
 
-    def draft(self, text: Sequence[int], limit: int) -> list[int]:
-        """At most `limit` tokens that followed the end of the absorbed `text` earlier.
+    def draft(self, text: Sequence[int], limit: int) -> tuple[list[int], int]:
+        """At most `limit` tokens that followed the end of the absorbed `text` earlier, and how many tokens before them
+        are the same in both places, up to `MATCHED`.
 
         A copy that reaches the end of the text goes on in the draft, so that a repetition goes on repeating.
         """
@@ -77,8 +84,17 @@ class NgramIndex:
                 period = len(text) - start
                 while len(draft) < limit:
                     draft.append(draft[len(draft) - period])
-                return draft
-        return []
+                matched = n
+                while matched < min(MATCHED, start) and text[start - 1 - matched] == text[-1 - matched]:
+                    matched += 1
+                return draft, matched
+        return [], 0
+
+
+def _values(count: int, matched: int) -> list[float]:
+    """Chances of the first `count` tokens of a copy, after so many tokens that matched: a copy that has been right for
+    longer is right more often, as in `SuffixIndex.tree` for a context that occurred once before."""
+    return list(accumulate((length / (length + ESCAPE) for length in range(matched, matched + count)), operator.mul))
 
 
 class PromptLookupDrafter(Drafter):
@@ -106,8 +122,12 @@ class PromptLookupDrafter(Drafter):
 
     def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
         """A chain of at most `plan.depth` tokens per row; none where nothing matches."""
-        chains = [index.draft(view.tokens(row), plan.depth) for row, index in enumerate(self._indices)]
-        return DraftTree.from_chains(view.roots(), chains, view.device)
+        drafts = [index.draft(view.tokens(row), plan.depth) for row, index in enumerate(self._indices)]
+        chains = [
+            RowTree.chain(root, tokens, _values(len(tokens), matched))
+            for root, (tokens, matched) in zip(view.roots(), drafts)
+        ]
+        return DraftTree.from_rows(chains, view.device)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay."""

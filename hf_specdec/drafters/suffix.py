@@ -217,10 +217,12 @@ class SuffixDrafter(Drafter):
 
     def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
         """The better chain of the two sources for each row, this text on ties; or a tree of both."""
-        if plan.width > 1:
-            return DraftTree.from_rows([self._tree(row, plan) for row in self._rows], view.device)
-        chains = [self._draft(row.index, plan.depth).tokens for row in self._rows]
-        return DraftTree.from_chains(view.roots(), chains, view.device)
+        grow = self._tree if plan.width > 1 else self._chain
+        return DraftTree.from_rows([grow(row, plan) for row in self._rows], view.device)
+
+    def _chain(self, row: _Row, plan: Plan) -> RowTree:
+        draft = self._draft(row.index, plan.depth)
+        return RowTree.chain(row.tokens[-1], draft.tokens, draft.values)
 
     def _tree(self, row: _Row, plan: Plan) -> RowTree:
         index = row.index

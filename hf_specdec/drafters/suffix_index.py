@@ -9,7 +9,7 @@ not negative; `BOUNDARY` separates the texts of one index, and nothing is matche
 import heapq
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..tree import RowTree, grow_best_first
 
@@ -82,10 +82,12 @@ class PathRule:
 
 @dataclass(frozen=True)
 class ScoredDraft:
-    """`tokens` that continue a text; `score`, the sum of their path probabilities, estimates how many are accepted."""
+    """`tokens` that continue a text, their path probabilities, and the sum of these, which estimates how many are
+    accepted."""
 
     tokens: Sequence[int] = ()
     score: float = 0.0
+    values: Sequence[float] = field(default=(), compare=False)
 
 
 class SuffixIndex:
@@ -278,7 +280,7 @@ class SuffixIndex:
         it goes on in the draft, so that a repetition goes on repeating.
         """
         tokens: list[int] = []
-        score = 0.0
+        values: list[float] = []
         probability = count_of(context) / (count_of(context) + unseen)
         while len(tokens) < limit:
             if isinstance(context, Node) and not context.children:
@@ -293,5 +295,5 @@ class SuffixIndex:
             if token == BOUNDARY or probability < min_probability:
                 break
             tokens.append(token)
-            score += probability
-        return ScoredDraft(tokens, score)
+            values.append(probability)
+        return ScoredDraft(tokens, sum(values), values)
