@@ -2,7 +2,7 @@
 
 The cost of a block is a function of its tokens over all rows: a line with a non-negative slope, corrected where a size
 has times of its own, times a speed that follows the recent rounds and with them the context and the state of the
-machine. Times are medians, so that single slow rounds do not count. Further tokens cost less and less: beyond the sizes
+machine. Times are medians, so that single slow rounds do not count. Further tokens cost less and less: beyond sizes
 that were timed they add no more than in the prompt, for that two cost twice as much as one says little of sixteen.
 """
 
