@@ -124,8 +124,12 @@ class NodeProcessors:
             if passes is None:
                 passes = _passes(paths, state, scores.device)
             for prefix, rows, nodes, ids in passes:
-                batch = scores[rows[0], nodes[0]].repeat(prefix.shape[0], 1)
-                batch[ids] = scores[rows, nodes]
+                own = scores[rows, nodes]
+                if len(ids) == len(prefix):  # ids ascend: every row of the caller's batch is there
+                    scores[rows, nodes] = processor(prefix, own).to(scores.dtype)
+                    continue
+                batch = own[:1].repeat(len(prefix), 1)
+                batch[ids] = own
                 scores[rows, nodes] = processor(prefix, batch)[ids].to(scores.dtype)
         return scores
 
