@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from .errors import SpecDecError
-from .proposal import fault_of, is_fit, told, trimmed
+from .proposal import Limits, fault_of, is_fit, told, trimmed
 from .request import Request
 from .state import DecodeState, Plan
 from .stats import Judged, StepRecord
@@ -83,9 +83,9 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
         )
     if tree.size == 1:
         return DraftTree.from_chains(state.roots(), [[]] * state.rows, state.device)
-    given = tree, state.roots(), plan, rooms, request.vocab_size, request.unreadable
-    if not is_fit(*given):
-        tree, readable = trimmed(*given)
+    limits = Limits(state.roots(), plan, rooms, request.vocab_size, request.unreadable)
+    if not is_fit(tree, limits):
+        tree, readable = trimmed(tree, limits)
         if request.verifier.uses_draft_probs and bool((tree.sampled & ~(readable & told(tree))).any()):
             raise SpecDecError(
                 f"Strategy {request.stats.strategy!r} drew a token that the target cannot read, a sibling holds, or "

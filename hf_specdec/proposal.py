@@ -5,7 +5,7 @@ is put right by tensors, so that the device is not waited for.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,15 +13,27 @@ from .state import Plan
 from .tree import DraftTree, keep_nodes
 
 
-def is_fit(
-    tree: DraftTree,
-    roots: Sequence[int],
-    plan: Plan,
-    rooms: Sequence[int],
-    vocabulary: int,
-    unreadable: Collection[int],
-) -> bool:
+class Limits(NamedTuple):
+    """What a tree must keep to.
+
+    Args:
+        roots: the last committed token of each row.
+        plan: what was granted.
+        rooms: tokens that each row may still emit.
+        vocabulary: the target's.
+        unreadable: token ids within it that it cannot read.
+    """
+
+    roots: Sequence[int]
+    plan: Plan
+    rooms: Sequence[int]
+    vocabulary: int
+    unreadable: Collection[int]
+
+
+def is_fit(tree: DraftTree, limits: Limits) -> bool:
     """Was the tree made of lists, and would `trimmed` leave it as it is?"""
+    roots, plan, rooms, vocabulary, unreadable = limits
     if not tree.made_of_lists or tree.size > plan.nodes:
         return False
     for row, root, room in zip(tree.on_host, roots, rooms, strict=True):
@@ -43,23 +55,12 @@ def is_fit(
     return True
 
 
-def trimmed(
-    tree: DraftTree,
-    roots: Sequence[int],
-    plan: Plan,
-    rooms: Sequence[int],
-    vocabulary: int,
-    unreadable: Collection[int],
-) -> tuple[DraftTree, torch.Tensor]:
+def trimmed(tree: DraftTree, limits: Limits) -> tuple[DraftTree, torch.Tensor]:
     """The tree below these roots, within the plan, with every node turned into padding that a row has no room for, or
     whose token cannot be read or an earlier sibling holds; and which of its nodes have a token of their own that can
     be read: `BoolTensor` of shape `(B, N)`.
-
-    Args:
-        rooms: tokens that each row may still emit.
-        vocabulary: the target's.
-        unreadable: token ids within it that it cannot read.
     """
+    roots, plan, rooms, vocabulary, unreadable = limits
     tree = fit(tree, roots, plan.width, plan.nodes)
     room = torch.tensor(rooms, device=tree.tokens.device).clamp(max=plan.depth + 1)
     readable = (tree.tokens >= 0) & (tree.tokens < vocabulary)

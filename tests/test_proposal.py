@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hf_specdec.proposal import is_fit, trimmed
+from hf_specdec.proposal import Limits, is_fit, trimmed
 from hf_specdec.state import Plan
 from hf_specdec.tree import DraftTree, HostRow
 
@@ -34,12 +34,12 @@ def test_a_tree_passes_on_the_host_exactly_where_there_is_nothing_to_repair(seed
         roots = [row.tokens[0] if rng.random() < 0.95 else 1 for row in tree.on_host]
         depth = rng.randint(1, 6)
         plan = Plan(depth, 1 if chain else 3, 1 + depth if chain else rng.randint(2, 8))
-        given = tree, roots, plan, [rng.choice([1, 3, 9, 9]) for _ in range(rows)], VOCABULARY, UNREADABLE
-        repaired, _ = trimmed(*given)
+        limits = Limits(roots, plan, [rng.choice([1, 3, 9, 9]) for _ in range(rows)], VOCABULARY, UNREADABLE)
+        repaired, _ = trimmed(tree, limits)
         real = (tree.parents >= 0) | (torch.arange(tree.size) == 0)
         same = repaired.size == tree.size and torch.equal(repaired.parents, tree.parents)
         same = same and torch.equal(torch.where(real, tree.tokens, 0), torch.where(real, repaired.tokens, 0))
-        assert is_fit(*given) == same
+        assert is_fit(tree, limits) == same
         passed += same
     assert passed, "nothing was tried that passes"
 
@@ -47,11 +47,11 @@ def test_a_tree_passes_on_the_host_exactly_where_there_is_nothing_to_repair(seed
 @pytest.mark.parametrize("part", ["tokens", "parents", "sampled", "values"])
 def test_a_tree_that_was_written_to_is_looked_at_anew(part):
     tree = DraftTree.from_host([HostRow([1, 2, 3], [-1, 0, 1], [1.0, 0.9, 0.8])])
-    given = tree, [1], Plan.chain(5), [9], VOCABULARY, UNREADABLE
-    assert is_fit(*given)
+    limits = Limits([1], Plan.chain(5), [9], VOCABULARY, UNREADABLE)
+    assert is_fit(tree, limits)
     getattr(tree, part)[0, 2] = 0
     assert not tree.made_of_lists
-    assert not is_fit(*given)
+    assert not is_fit(tree, limits)
     assert tree.on_host == [
         HostRow(tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.values[0].tolist())  # type: ignore[index]
     ]
@@ -60,7 +60,7 @@ def test_a_tree_that_was_written_to_is_looked_at_anew(part):
 def test_a_tree_made_in_inference_mode_is_repaired_by_tensors():
     with torch.inference_mode():
         tree = DraftTree.from_chains([1], [[2, 3]])
-    given = tree, [1], Plan.chain(5), [9], VOCABULARY, UNREADABLE
-    assert not is_fit(*given)
-    assert trimmed(*given)[0].tokens.tolist() == [[1, 2, 3]]
+    limits = Limits([1], Plan.chain(5), [9], VOCABULARY, UNREADABLE)
+    assert not is_fit(tree, limits)
+    assert trimmed(tree, limits)[0].tokens.tolist() == [[1, 2, 3]]
     assert tree.on_host == [HostRow([1, 2, 3], [-1, 0, 1], None)]
