@@ -41,15 +41,15 @@ def is_fit(tree: DraftTree, limits: Limits) -> bool:
             return False
         room, depths, children = min(room, plan.depth + 1), [0], set[tuple[int, int]]()
         for node, (token, parent) in enumerate(zip(row.tokens[1:], row.parents[1:]), 1):
+            if not 0 <= token < vocabulary or token in unreadable:
+                return False
             if parent < 0:
                 depths.append(room)  # nothing may be below padding
                 continue
             if parent >= node or (plan.width == 1 and parent != node - 1):
                 return False
             depths.append(depths[parent] + 1)
-            if depths[node] >= room or not 0 <= token < vocabulary or token in unreadable:
-                return False
-            if (parent, token) in children:
+            if depths[node] >= room or (parent, token) in children:
                 return False
             children.add((parent, token))
     return True

@@ -39,6 +39,7 @@ def test_a_tree_passes_on_the_host_exactly_where_there_is_nothing_to_repair(seed
         real = (tree.parents >= 0) | (torch.arange(tree.size) == 0)
         same = repaired.size == tree.size and torch.equal(repaired.parents, tree.parents)
         same = same and torch.equal(torch.where(real, tree.tokens, 0), torch.where(real, repaired.tokens, 0))
+        same = same and not any(token in (-1, 4, 6) for row in tree.on_host for token in row.tokens[1:])  # in padding
         assert is_fit(tree, limits) == same
         passed += same
     assert passed, "nothing was tried that passes"
