@@ -83,6 +83,7 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
         )
     if tree.size == 1:
         return DraftTree.from_chains(state.roots(), [[]] * state.rows, state.device)
+    given = tree
     limits = Limits(state.roots(), plan, rooms, request.vocab_size, request.unreadable)
     if not is_fit(tree, limits):
         tree, readable = trimmed(tree, limits)
@@ -91,7 +92,12 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
                 f"Strategy {request.stats.strategy!r} drew a token that the target cannot read, a sibling holds, or "
                 "its law does not give; under this verifier `probs` must be the law that each node was drawn from."
             )
-    return tree if tree.probs is not None else request.controller.prune(state, tree)
+    if tree.probs is not None:
+        return tree
+    kept = request.controller.prune(state, tree)
+    if kept.tokens is given.tokens:  # the strategy's own, which it may write to
+        return DraftTree.from_host(tree.on_host, state.device)
+    return kept
 
 
 def emit(

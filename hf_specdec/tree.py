@@ -78,35 +78,44 @@ class DraftTree:
 
     @property
     def on_host(self) -> list[HostRow]:
-        """Each row's nodes. Reads the device, but for a tree that was made of lists."""
-        if self.made_of_lists:
-            rows: list[HostRow] = self.__dict__["_lists"]
+        """Each row's nodes. Reads the device, unless the tree was made of lists or read before, and not written to
+        since."""
+        versions, known = self._versions, self.__dict__.get("_host")
+        if versions is not None and known is not None and known[0] == versions:
+            rows: list[HostRow] = known[1]
             return rows
-        return self._read
-
-    @cached_property
-    def _read(self) -> list[HostRow]:
         values = [None] * len(self.tokens) if self.values is None else self.values.tolist()
-        return list(map(HostRow, self.tokens.tolist(), self.parents.tolist(), values))
+        rows = list(map(HostRow, self.tokens.tolist(), self.parents.tolist(), values))
+        self.__dict__["_host"] = versions, rows
+        return rows
+
+    @property
+    def _versions(self) -> tuple[int, ...] | None:
+        """How often the tensors were written to; None where torch does not count."""
+        parts = [self.tokens, self.parents, self.sampled, *([] if self.values is None else [self.values])]
+        return None if any(part.is_inference() for part in parts) else tuple(part._version for part in parts)
 
     @property
     def made_of_lists(self) -> bool:
         """It was made of lists, of point masses that is, and nobody has written to its tensors since."""
-        parts = (self.tokens, self.parents, self.sampled, self.parents if self.values is None else self.values)
-        return "_lists" in self.__dict__ and not any(part.is_inference() or part._version for part in parts)
+        made = self.__dict__.get("_made")
+        return made is not None and made == self._versions
 
     @classmethod
-    def from_host(cls, rows: list[HostRow], device: torch.device | str = "cpu") -> "DraftTree":
+    def from_host(cls, rows: Sequence[HostRow], device: torch.device | str = "cpu") -> "DraftTree":
         """The tree of these rows of looked-up tokens, all of the same size."""
-        parents = torch.tensor([row.parents for row in rows], device=device)
-        values = [row.values for row in rows if row.values is not None]
+        tokens, parents = (torch.tensor([row[part] for row in rows]) for part in (0, 1))
+        values = [list(row.values) for row in rows if row.values is not None]
+        own = [HostRow(*each) for each in zip(tokens.tolist(), parents.tolist(), values)] if values else None
+        own = own or list(map(HostRow, tokens.tolist(), parents.tolist()))
         tree = cls(
-            torch.tensor([row.tokens for row in rows], device=device),
-            parents,
-            torch.zeros_like(parents, dtype=torch.bool),
+            tokens.to(device),
+            parents.to(device),
+            torch.zeros(parents.shape, dtype=torch.bool, device=device),
             values=torch.tensor(values, device=device) if values else None,
         )
-        tree.__dict__["_lists"] = rows
+        tree.__dict__["_made"] = tree._versions
+        tree.__dict__["_host"] = tree._versions, own
         return tree
 
     @classmethod

@@ -146,6 +146,7 @@ def test_later_members_of_a_cascade_are_asked_only_for_want_of_a_proposal():
         (Recycling(), False),
         (Merge(["suffix", "prompt_lookup"]), False),
         (Merge(["recycling", Lookahead(window=5)]), False),
+        (Merge(["suffix", "recycling", Lookahead(window=5)]), False),
     ],
     ids=lambda each: getattr(each, "name", str(each)),
 )

@@ -14,6 +14,7 @@ from hf_specdec.control import Adaptive, AdaptiveController, ControlMemory, Cost
 from hf_specdec.control.acceptance import ChainAcceptance, ValueCalibration
 from hf_specdec.control.adaptive import Learned
 from hf_specdec.control.cost import isotonic
+from hf_specdec.drafters.recycling import USUAL_GAIN
 from hf_specdec.errors import SpecDecError
 from hf_specdec.state import DecodeView, Plan
 from hf_specdec.stats import StepRecord
@@ -54,6 +55,7 @@ def controller(machine: Machine, longest: int = LONGEST, learned: Learned | None
         forwards=0,
         top_tokens=0,
         drafts_untaught=False,
+        usual_gain=USUAL_GAIN,
     )
     largest = Plan(longest, width, longest + 1)
     return AdaptiveController(Scope(lambda rows: largest, drafter, None), learned or Learned())

@@ -1,13 +1,20 @@
 """What the loop makes of a strategy's answer: the look on the host and the repair by tensors agree."""
 
 import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from cases import plain_model, spec_model
+from conftest import prompt
 
+from hf_specdec import Drafter, DraftStrategy, SpecDecConfig
+from hf_specdec.control.acceptance import DraftAcceptance
+from hf_specdec.drafters.combined import promised
 from hf_specdec.proposal import Limits, is_fit, trimmed
 from hf_specdec.state import Plan
-from hf_specdec.tree import DraftTree, HostRow
+from hf_specdec.tree import DraftTree, HostRow, RowTree
 
 VOCABULARY, UNREADABLE = 6, [4]
 
@@ -65,3 +72,70 @@ def test_a_tree_made_in_inference_mode_is_repaired_by_tensors():
     assert not is_fit(tree, limits)
     assert trimmed(tree, limits)[0].tokens.tolist() == [[1, 2, 3]]
     assert tree.on_host == [HostRow([1, 2, 3], [-1, 0, 1], None)]
+
+
+def test_a_tree_holds_numbers_of_its_own():
+    """Whatever it was made of: tensors hash by identity, and lists may be written to."""
+    chain = torch.tensor([5, 5])
+    tree = DraftTree.from_chains([1], [chain])
+    assert {type(token) for token in tree.on_host[0].tokens} == {int}
+    row = RowTree(1)
+    for token in chain:
+        row.add(0, token, 0.5)
+    limits = Limits([1], Plan(5, 3, 8), [9], VOCABULARY, UNREADABLE)
+    siblings = DraftTree.from_rows([row])
+    assert not is_fit(siblings, limits), "two siblings with the same token"
+    assert trimmed(siblings, limits)[0].parents.tolist() == [[-1, 0, -1]]
+    rows = [HostRow([1, 2], [-1, 0], [1.0, 0.5])]
+    tree = DraftTree.from_host(rows)
+    rows[0].tokens[1] = 3
+    rows[0].values[1] = 0.1  # type: ignore[index]
+    assert tree.on_host == [HostRow([1, 2], [-1, 0], [1.0, 0.5])]
+
+
+def test_a_tree_that_is_used_again_is_read_again():
+    tree = DraftTree(torch.tensor([[1, 2]]), torch.tensor([[-1, 0]]), torch.zeros(1, 2, dtype=torch.bool))
+    assert tree.on_host[0].tokens == [1, 2]
+    tree.tokens[0, 1] = 3
+    assert tree.on_host[0].tokens == [1, 3]
+
+
+class Buffering(Drafter):
+    """Writes to the tree that it proposed, past torch's own count of writes, as soon as the target has seen it."""
+
+    top_tokens = 1
+
+    def propose(self, view, plan):
+        self.tree = DraftTree.from_chains(view.roots(), [[3, 4]] * view.rows)
+        return self.tree
+
+    def learn(self, view, tree, tokens, probs):
+        if tree.size == 3:
+            self.tree.tokens.numpy()[:, 1:] = tokens[:, :2, 0]
+
+
+@dataclass(frozen=True)
+class Buffers(DraftStrategy):
+    name: ClassVar[str] = "buffers"
+
+    def build(self, target: Any, request: Any) -> Drafter:
+        return Buffering()
+
+
+@pytest.mark.parametrize("schedule", ["constant", "adaptive"])
+def test_what_a_strategy_writes_after_the_forward_changes_nothing(schedule):
+    call = {**prompt(1), "do_sample": False, "max_new_tokens": 24}
+    config = SpecDecConfig(strategy=Buffers(), schedule=schedule)
+    assert torch.equal(spec_model().generate(**call, assistant_strategy=config), plain_model().generate(**call))
+
+
+def test_a_parent_that_is_no_node_is_padding_to_whoever_judges_it():
+    tree = DraftTree(
+        torch.tensor([[1, 2, 3]]),
+        torch.tensor([[-1, 0, 99]]),
+        torch.zeros(1, 3, dtype=torch.bool),
+        values=torch.tensor([[1.0, 0.5, 0.4]]),
+    )
+    assert DraftAcceptance().chances([-1, 0, 99], [1.0, 0.5, 0.4])[2] == 0
+    assert DraftAcceptance().chances([-1, 0, 99], None)[2] == 0
+    assert 1 < promised(tree, DraftAcceptance().chances) < 2

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import compare, draft_model, plain_model, spec_model, ways
 from conftest import prompt, tiny
+from transformers.generation import PromptLookupCandidateGenerator
 
 import hf_specdec
 from hf_specdec import (
@@ -243,3 +244,15 @@ def test_odd_settings_are_refused_at_construction():
     memory = LookaheadMemory()
     memory.add([])
     assert memory.after(1) == []
+
+
+@pytest.mark.parametrize("wrap", [lambda factory: factory, lambda factory: Cascade([factory, "suffix"])])
+def test_a_row_that_ends_with_its_first_token_beside_generators_of_others(wrap):
+    def factory():
+        return PromptLookupCandidateGenerator(num_output_tokens=4, max_length=1000)
+
+    call = {**prompt(3), "do_sample": False}
+    first = plain_model().generate(**call, max_new_tokens=1)[0, -1].item()
+    call |= {"max_new_tokens": 24, "eos_token_id": first}
+    plain = plain_model().generate(**call)
+    assert torch.equal(spec_model().generate(**call, assistant_strategy=wrap(factory)), plain)

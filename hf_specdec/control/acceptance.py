@@ -149,12 +149,12 @@ class DraftAcceptance:
         if values is None:
             survival, depths = [1.0, *self.chains.survival(len(parents))], [0] * len(parents)
             for node, parent in enumerate(parents):
-                if parent >= 0:
+                if 0 <= parent < node:
                     depths[node] = depths[parent] + 1
             return [], [survival[depth] if depth or not node else 0.0 for node, depth in enumerate(depths)]
         bins, chances = [0] * len(parents), [1.0, *[0.0] * (len(parents) - 1)]
         for node, parent in enumerate(parents):
-            if parent >= 0:
+            if 0 <= parent < node:
                 kind = self.later_values if parent else self.first_values
                 bins[node] = kind.bin(values[node] / values[parent] if values[parent] > 0 else 0.0)
                 chances[node] = chances[parent] * kind.estimate(bins[node])

@@ -36,8 +36,6 @@ RECENT = 0.97
 """By which the tokens and seconds of earlier rounds are forgotten per round."""
 LESSON = 0.03
 """Tokens that a node is worth beside its own acceptance where the drafter learns from what the target says there."""
-TYPICAL = 0.27
-"""Tokens that a tree of n nodes from what the target found likely brings, per doubling of n: an average over texts."""
 WORTH_START, WORTH_RATE = 0.1, 0.05
 """Gain over plain steps that lookups begin with, and how fast it follows what they promise."""
 
@@ -176,10 +174,10 @@ class AdaptiveController(Controller):
         return not self._scope.drafter.drafts_untaught or self._teaching_pays(self._scope.rows)
 
     def _teaching_pays(self, rows: int) -> bool:
-        costs, nodes = self._costs, self._scope.largest(rows).nodes
+        costs, nodes, gain = self._costs, self._scope.largest(rows).nodes, self._scope.drafter.usual_gain
         plain = costs.block(rows)
         return any(
-            (1 + TYPICAL * math.log2(size)) * plain > costs.lookup + costs.block(rows * size)
+            (1 + gain * math.log2(size)) * plain > costs.lookup + costs.block(rows * size)
             for size in range(2, nodes + 1)
         )
 

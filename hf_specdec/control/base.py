@@ -60,7 +60,7 @@ class Scope:
 
     Args:
         largest: gives the largest plan for a number of rows.
-        drafter: whose `looks_up`, `runs_model`, `drafts_untaught` and `forwards` count.
+        drafter: whose `looks_up`, `runs_model`, `drafts_untaught`, `usual_gain` and `forwards` count.
         model: the target.
         strategy: name and settings of the draft strategy, as text.
         rows: of the batch at the start.

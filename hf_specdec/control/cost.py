@@ -53,10 +53,12 @@ class CostModel:
         doubt: how many times cheaper than believed a block of a size that was never timed may be.
     """
 
+    _most = math.inf
+    """What a further token adds at most, as a share of a block of one. Pickles of before it had a place have none."""
+
     def __init__(self) -> None:
         self.doubt = float("inf")
         self._slope = SLOPE
-        self._most = math.inf  # what a further token adds at most, as a share of a block of one
         self._prompt: tuple[int, float] | None = None
         self._speed = 1.0
         self._speeds: deque[float] = deque(maxlen=SPEED_WINDOW)

@@ -95,6 +95,10 @@ class CandidateDrafter(Drafter):
     def __init__(self, generators: list[CandidateGenerator]):
         self._generators = generators
 
+    def start(self, view: DecodeView) -> None:
+        """Rows that ended with their first token have left."""
+        self._generators = [self._generators[row] for row in view.row_ids]
+
     def propose(self, view: DecodeView, plan: Plan) -> DraftTree:
         """What each generator proposes, cut to `plan.depth` tokens."""
         chains = []

@@ -6,6 +6,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -34,7 +35,10 @@ class Drafter(CandidateGenerator, ABC):
         runs_model: it drafts by forward passes of a model; a plan of depth 0 spares them.
         on_target: it drafts on the target's own K/V, so it serves no other loop.
         top_tokens: how many of the target's likeliest next tokens `learn` is given; 0: `learn` is not called.
-        drafts_untaught: it drafts from text as well, so that a plan may do without `learn`.
+        usual_gain: with `top_tokens`, tokens per doubling of its tree's nodes that its drafts bring on average over
+            texts. Where blocks are too dear for that, and other members draft from the text alone, a plan may leave it
+            out and untaught; infinite for never.
+        drafts_untaught: it has members that draft without `learn`, and those that need it may be left out.
         forwards: forward passes of a draft model so far.
         forward_seconds: time spent in them.
     """
@@ -44,6 +48,7 @@ class Drafter(CandidateGenerator, ABC):
     runs_model: bool = False
     on_target: bool = False
     top_tokens: int = 0
+    usual_gain: float = math.inf
     drafts_untaught: bool = False
     forwards: int = 0
     forward_seconds: float = 0.0
@@ -58,8 +63,8 @@ class Drafter(CandidateGenerator, ABC):
     def learn(self, view: DecodeView, tree: DraftTree, tokens: torch.Tensor, probs: torch.Tensor) -> None:
         """What the target expects after each node of a forward, accepted or not.
 
-        Called after each forward, before rows leave and before `observe`; after `start` for the prompt, which is a
-        chain there.
+        Called after each forward of a round whose plan is `taught`, before rows leave and before `observe`; after
+        `start` for the prompt, which is a chain there.
 
         Args:
             view: the text down to node 0, which is its last token.

@@ -1,5 +1,6 @@
 """Several strategies together: all in one tree (`merge`), or the first that has something to say (`cascade`)."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -204,7 +205,8 @@ class CombinedDrafter(Drafter):
         self.top_tokens = max(each.top_tokens for each in members)
         self.stock_draft_tokens = max(each.stock_draft_tokens for each in members)
         self.looks_up = any(each.looks_up for each in members)
-        self.drafts_untaught = self.top_tokens > 0 and any(_drafts_untaught(each) for each in members)
+        self.usual_gain = max((each.usual_gain for each in members if each.top_tokens), default=math.inf)
+        self.drafts_untaught = self.usual_gain < math.inf and any(_drafts_untaught(each) for each in members)
         self.runs_model = any(each.runs_model for each in members)
         self.on_target = any(each.on_target for each in members)
 

@@ -21,6 +21,8 @@ from .memory import Memory, as_memory, is_token, memory_setting
 DEFAULT_TOP_TOKENS = 8
 TRUST = (0.25, 0.6, 0.9)
 """Probability that the target chooses among the tokens remembered of a similar last token, the last, the last two."""
+USUAL_GAIN = 0.27
+"""Tokens per doubling of a tree's nodes, on average over texts: 0.43 of 3 nodes, 0.63 of 5, 0.80 of 9, 1.05 of 16."""
 MOST_COMPARED = 2048
 """Known tokens that a new one is compared with, the first ones of the call."""
 
@@ -165,6 +167,7 @@ class RecyclingDrafter(Drafter):
     """One table for all rows of the call, or the strategy's memory."""
 
     stock_draft_tokens = Recycling.default_draft_tokens
+    usual_gain = USUAL_GAIN
 
     def __init__(self, strategy: Recycling, embeddings: torch.Tensor | None):
         self.top_tokens = strategy.top_tokens
