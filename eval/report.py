@@ -79,6 +79,8 @@ def headline(results: dict[str, Any]) -> tuple[str, list[str]]:
     faster = [task for task, cell in cells.items() if not cell["within_noise"] and cell["speedup"] > 1]
     if faster:
         title = f"{label} is fastest: {factor} the speed of plain generate on {over}"
+    elif all(cell["speedup_interval"] is None for cell in cells.values()):
+        title = f"Too few prompts to tell what is noise; {label} comes first with {factor} on {over}"
     else:
         title = f"No method is faster than plain generate beyond noise; {label} comes first with {factor} on {over}"
     sentences = [_certainty(cells, results["confidence"]), _same_text(results, label)]

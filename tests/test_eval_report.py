@@ -385,6 +385,7 @@ def test_headline_where_nothing_is_faster(results: dict[str, Any]) -> None:
     slow = one_method(results, "suffix", speedup=0.8, speedup_interval=[0.7, 0.9], within_noise=False)
     assert headline(slow)[0].startswith("No method is faster than plain generate")
     single = one_method(results, "suffix", speedup=1.5, speedup_interval=None, within_noise=True)
+    assert headline(single)[0] == "Too few prompts to tell what is noise; suffix comes first with 1.50x on gsm8k"
     assert "needs 4 prompts" in headline(single)[1][0]
     assert not any("Not settled" in sentence for sentence in headline(single)[1])
 
