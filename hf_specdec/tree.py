@@ -27,6 +27,12 @@ class HostRow(NamedTuple):
     parents: list[int]
     values: list[float] | None = None
 
+    def padded(self, size: int) -> "HostRow":
+        """The row with padding up to a size."""
+        fill = size - len(self.tokens)
+        values = None if self.values is None else self.values + [0.0] * fill
+        return HostRow(self.tokens + self.tokens[:1] * fill, self.parents + [-1] * fill, values)
+
 
 @dataclass(frozen=True)
 class DraftTree:
@@ -127,11 +133,8 @@ class DraftTree:
     ) -> "DraftTree":
         """One chain of looked-up tokens per row below its root; shorter rows are padded."""
         width = 1 + max(map(len, chains))
-        rows = []
-        for root, chain in zip(roots, chains, strict=True):
-            fill = width - 1 - len(chain)
-            rows.append(HostRow([root, *chain, *[root] * fill], [*range(-1, len(chain)), *[-1] * fill]))
-        return cls.from_host(rows, device)
+        rows = [HostRow([root, *chain], [*range(-1, len(chain))]) for root, chain in zip(roots, chains, strict=True)]
+        return cls.from_host([row.padded(width) for row in rows], device)
 
     @classmethod
     def from_rows(cls, rows: Sequence["RowTree"], device: torch.device | str = "cpu") -> "DraftTree":
@@ -191,8 +194,7 @@ class RowTree:
 
     def padded(self, size: int) -> HostRow:
         """The row with padding up to a size."""
-        fill = size - len(self)
-        return HostRow(self.tokens + self.tokens[:1] * fill, self.parents + [-1] * fill, self.values + [0.0] * fill)
+        return HostRow(self.tokens, self.parents, self.values).padded(size)
 
     @classmethod
     def of(cls, tree: DraftTree, row: int) -> "RowTree":
@@ -332,14 +334,13 @@ def select_nodes(tree: DraftTree, kept: Sequence[Sequence[int]]) -> DraftTree:
     size = max(map(len, kept))
     rows = []
     for (tokens, parents, values), own in zip(tree.on_host, kept, strict=True):
-        places, fill = {node: place for place, node in enumerate(own)}, size - len(own)
-        rows.append(
-            HostRow(
-                [tokens[node] for node in own] + tokens[:1] * fill,
-                [places.get(parents[node], -1) for node in own] + [-1] * fill,
-                None if values is None else [values[node] for node in own] + [0.0] * fill,
-            )
+        places = {node: place for place, node in enumerate(own)}
+        row = HostRow(
+            [tokens[node] for node in own],
+            [places.get(parents[node], -1) for node in own],
+            None if values is None else [values[node] for node in own],
         )
+        rows.append(row.padded(size))
     return DraftTree.from_host(rows, tree.tokens.device)
 
 

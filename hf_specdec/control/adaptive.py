@@ -171,9 +171,11 @@ class AdaptiveController(Controller):
     @property
     def teaches(self) -> bool:
         """Drafts from what the target found likely pay here if they are as good as usual, or there are no others."""
-        return not self._scope.drafter.drafts_untaught or self._teaching_pays(self._scope.rows)
+        return self._teaching_pays(self._scope.rows)
 
     def _teaching_pays(self, rows: int) -> bool:
+        if not self._scope.drafter.drafts_untaught:
+            return True
         costs, nodes, gain = self._costs, self._scope.largest(rows).nodes, self._scope.drafter.usual_gain
         plain = costs.block(rows)
         return any(
@@ -189,7 +191,7 @@ class AdaptiveController(Controller):
         """A draft model's chain of the best length; for lookups the largest plan, while they are worth asking."""
         self._begin_round()
         plan = self._scope.largest(view.rows).within(max(rooms) - 1)
-        if self._scope.drafter.drafts_untaught and not self._teaching_pays(view.rows):
+        if not self._teaching_pays(view.rows):
             plan, self._untaught = replace(plan, taught=False), self._untaught + 1
         self._taught = plan.taught
         plain = self._costs.block(view.rows)
