@@ -40,7 +40,6 @@ def decode(request: Request) -> None:
         tree = propose(request, state, plan, rooms)
         drafted_at, draft_forwards = time.perf_counter(), drafter.forwards - before[2]
         output = target.verify(tree, state.lengths())
-        request.teach(state, tree, plan, output.logits)
         context, rows = max(state.lengths()), state.rows
         emitted, judged = emit(request, state, tree, output, plan)
         verified_at = time.perf_counter()
@@ -107,13 +106,14 @@ def emit(
 
     Returns the emitted tokens of the rows that stay, and of all rows that were decoding what was judged.
     """
-    scores, acceptance = request.judge(tree, output.logits, state, 0 if plan is None else plan.depth)
+    scores, acceptance = request.judge(tree, output.logits, state, plan)
     read = acceptance.on_host(tree)
     paths = [row.path for row in read]
     counts = list(map(len, paths))
     proposed = [row.tokens for row in read]
     if min(map(min, proposed)) < 0:
         raise RuntimeError("The target's law after processing is not finite (probabilities are inf, nan or all zero).")
+    request.teach(state, tree)  # only now: it may write to what it is shown
     request.keep_scores(state, paths, scores, output.logits)
     stops = request.stopping.first_stops(proposed, state, request.outputs.scores_until)
     emitted = request.ends.cut(state, proposed, stops)

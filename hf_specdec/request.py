@@ -91,7 +91,7 @@ class Request:
         self.stats = SpeculationStats(strategy, verifier_name, verifier.lossless, [RowStats() for _ in range(rows)])
         self.noise: SharedNoise | None = None
         self._streamed = 0
-        self._choices: torch.Tensor | None = None
+        self._lesson: list[torch.Tensor] | None = None
         self._cached_rows: dict[int, Any] = {}
         self._state: DecodeState | None = None
         self._cache_is_callers = bool(getattr(model_kwargs[CACHE_NAME], "_is_user_defined", False))
@@ -123,12 +123,18 @@ class Request:
             yield
 
     def judge(
-        self, tree: DraftTree, logits: torch.Tensor, state: DecodeState, depth: int
+        self, tree: DraftTree, logits: torch.Tensor, state: DecodeState, plan: Plan | None
     ) -> tuple[torch.Tensor, Acceptance]:
-        """Processed scores of every node, shape `(B, N, V)`, and what the verifier makes of them."""
-        scores = logits.to(state.device)
-        if self._choices is not None and self.verifier.lossless and not self.sampling and not len(self.processors):
-            return scores, follow(tree, self._choices.to(state.device))  # as every lossless rule does when greedy
+        """Processed scores of every node, shape `(B, N, V)`, and what the verifier makes of them.
+
+        `plan` is None for the prompt's own forward.
+        """
+        scores, depth = logits.to(state.device), plan.depth if plan else 0
+        self._lesson = None
+        if plan and plan.taught and self.drafter.top_tokens:
+            choices, *self._lesson = most_likely(logits, self.drafter.top_tokens)
+            if self.verifier.lossless and not self.sampling and not len(self.processors):
+                return scores, follow(tree, choices.to(state.device))  # as every lossless rule does when greedy
         if len(self.processors):
             scores = self.processors.process(scores, tree.tokens.tolist(), tree.parents.tolist(), state)
         noise = None
@@ -146,13 +152,12 @@ class Request:
         self.noise.forget_before(self.ends.judged_steps(state))
         return self.noise.at([range(first, first + steps) for first in taken], state.row_ids)
 
-    def teach(self, state: DecodeState, tree: DraftTree, plan: Plan, logits: torch.Tensor) -> None:
-        """Tell the drafter what the target expects after each node, before anything is committed."""
-        self._choices = None
-        if self.drafter.top_tokens and plan.taught:
-            self._choices, tokens, probs = most_likely(logits, self.drafter.top_tokens)
+    def teach(self, state: DecodeState, tree: DraftTree) -> None:
+        """Tell the drafter what the target expects after each node of a tree that was judged, before anything is
+        committed."""
+        if self._lesson:
             with self.undisturbed():
-                self.drafter.learn(state, tree, tokens, probs)
+                self.drafter.learn(state, tree, *self._lesson)
 
     def start_drafting(self, state: DecodeState) -> None:
         """Start the drafter, and tell it what the target expected after each token of the prompt."""

@@ -129,6 +129,40 @@ def test_what_a_strategy_writes_after_the_forward_changes_nothing(schedule):
     assert torch.equal(spec_model().generate(**call, assistant_strategy=config), plain_model().generate(**call))
 
 
+class Scribbling(Drafter):
+    """Writes to all that it is shown of a forward."""
+
+    top_tokens = 2
+
+    def propose(self, view, plan):
+        return DraftTree.from_chains(view.roots(), [[3, 4]] * view.rows)
+
+    def learn(self, view, tree, tokens, probs):
+        tree.tokens[:, 1:] = tokens[:, :-1, 0]
+        tree.on_host[0].tokens[1:] = tokens[0, :-1, 0].tolist()
+        tokens[:] = 5
+        probs[:] = 0
+
+
+@dataclass(frozen=True)
+class Scribbles(DraftStrategy):
+    name: ClassVar[str] = "scribbles"
+
+    def build(self, target: Any, request: Any) -> Drafter:
+        return Scribbling()
+
+
+@pytest.mark.parametrize("schedule", ["constant", "adaptive"])
+@pytest.mark.parametrize("sample", [False, True])
+def test_what_a_strategy_writes_to_its_lesson_changes_nothing(schedule, sample):
+    call = {**prompt(2), "do_sample": sample, "max_new_tokens": 24}
+    config = SpecDecConfig(strategy=Scribbles(), schedule=schedule)
+    torch.manual_seed(0)
+    plain = plain_model().generate(**call)
+    torch.manual_seed(0)
+    assert torch.equal(spec_model().generate(**call, assistant_strategy=config), plain)
+
+
 def test_a_parent_that_is_no_node_is_padding_to_whoever_judges_it():
     tree = DraftTree(
         torch.tensor([[1, 2, 3]]),
