@@ -40,7 +40,7 @@ def decode(request: Request) -> None:
         tree = propose(request, state, plan, rooms)
         drafted_at, draft_forwards = time.perf_counter(), drafter.forwards - before[2]
         output = target.verify(tree, state.lengths())
-        context, rows = max(state.lengths()), state.rows
+        context, rows, nodes = max(state.lengths()), state.rows, tree.size
         emitted, judged = emit(request, state, tree, output, plan)
         verified_at = time.perf_counter()
         if state.rows:
@@ -49,7 +49,7 @@ def decode(request: Request) -> None:
         record = StepRecord(
             plan=plan,
             rows=rows,
-            nodes=tree.size,
+            nodes=nodes,
             context=context,
             **judged._asdict(),
             draft_forwards=draft_forwards,

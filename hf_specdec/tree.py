@@ -112,8 +112,7 @@ class DraftTree:
         """The tree of these rows of looked-up tokens, all of the same size."""
         tokens, parents = (torch.tensor([row[part] for row in rows]) for part in (0, 1))
         values = [list(row.values) for row in rows if row.values is not None]
-        own = [HostRow(*each) for each in zip(tokens.tolist(), parents.tolist(), values)] if values else None
-        own = own or list(map(HostRow, tokens.tolist(), parents.tolist()))
+        own = list(map(HostRow, tokens.tolist(), parents.tolist(), *([values] if values else [])))
         tree = cls(
             tokens.to(device),
             parents.to(device),
