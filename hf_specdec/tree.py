@@ -171,6 +171,10 @@ class RowTree:
         """Nodes with the root."""
         return len(self.tokens)
 
+    def holds(self, parent: int, token: int) -> bool:
+        """Has `parent` a child with this token?"""
+        return (parent, token) in self._children
+
     def add(self, parent: int, token: int, value: float) -> int:
         """The child of `parent` that holds `token`; its value is the largest it was added with."""
         value = min(value, self.values[parent])
@@ -256,7 +260,8 @@ def grow_best_first(
         root: the last committed token.
         start: what `expand` is called with for the root.
         expand: the continuations of a node as `(token, probability, state)`, the probability given the node, the most
-            probable first; called with the node's state, and asked for no more than are needed.
+            probable first; called with the node's state, and asked for no more than are needed. A token that comes
+            again is passed over.
         depth: longest path.
         width: most children of a node; its most probable ones.
         nodes: most nodes, the root included.
@@ -269,6 +274,8 @@ def grow_best_first(
     def push(parent: int, children: Iterator[tuple[int, float, State]]) -> None:
         """The next child waits; those after it are not better."""
         for token, probability, state in children:
+            if tree.holds(parent, token):
+                continue
             heapq.heappush(waiting, (-tree.values[parent] * probability, next(count), parent, token, state, children))
             return
 

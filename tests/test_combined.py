@@ -84,6 +84,20 @@ def test_best_first_growth_takes_the_most_probable_nodes():
     assert paths(shallow) == {(): 1, (0,): 0.5, (1,): 0.3}
 
 
+def test_best_first_growth_passes_over_a_token_that_comes_again():
+    asked = []
+
+    def expand(_):
+        asked.append(1)
+        assert len(asked) < 100, "it goes on for ever"
+        return [(5, 0.5, None), (5, 0.4, None), (2, 0.1, None)]
+
+    tree = grow_best_first(9, None, expand, 2, 3, 99)
+    assert paths(tree) == pytest.approx(
+        {(): 1, (5,): 0.5, (2,): 0.1, (5, 5): 0.25, (5, 2): 0.05, (2, 5): 0.05, (2, 2): 0.01}
+    )
+
+
 def test_a_tree_without_values_is_given_halves():
     tree = DraftTree.from_chains([5], [[6, 7]])
     assert RowTree.of(tree, 0).values == [1.0, 0.5, 0.25]

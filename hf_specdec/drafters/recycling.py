@@ -81,6 +81,8 @@ class RecyclingMemory(Memory):
             known = tuple((int(token), float(prob)) for token, prob in followers)
             if not all(is_token(token) and 0 <= prob <= 1 for token, prob in known):
                 raise ValueError("it holds something that is no token id, or no probability")
+            if len(dict(known)) < len(known):
+                raise ValueError(f"it holds a token twice after {context}")
             memory.learn(tuple(context), known)
         return memory
 
