@@ -44,7 +44,7 @@ def decode(request: Request) -> None:
         emitted, judged = emit(request, state, tree, output, plan)
         verified_at = time.perf_counter()
         if state.rows:
-            with request.undisturbed():
+            with request.undisturbed(state):
                 drafter.observe(state, emitted)
         record = StepRecord(
             plan=plan,
@@ -70,19 +70,17 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
     """
     if not plan.depth:
         return DraftTree.from_chains(state.roots(), [[]] * state.rows, state.device)
-    lengths = state.lengths()
     if request.noise is not None:  # drafts may use it, and must not draw it inside
         request.noise.reach(max(state.emitted_count(row) for row in range(state.rows)) + plan.depth)
-    with request.undisturbed():
+    with request.undisturbed(state):
         tree = request.drafter.propose(state, plan)
-    if fault := "it wrote to them" if state.lengths() != lengths else fault_of(tree, state.rows, request.vocab_size):
+    if fault := fault_of(tree, state.rows, request.vocab_size):
         raise SpecDecError(
-            f"Strategy {request.stats.strategy!r} must answer with a DraftTree of {state.rows} rows and leave the "
-            f"view's tokens alone, but {fault}."
+            f"Strategy {request.stats.strategy!r} must answer with a DraftTree of {state.rows} rows, but {fault}."
         )
     if tree.size == 1:
         return DraftTree.from_chains(state.roots(), [[]] * state.rows, state.device)
-    given = tree
+    tree = tree.copy_to(state.device)  # the strategy may write to its own
     limits = Limits(state.roots(), plan, rooms, request.vocab_size, request.unreadable)
     if not is_fit(tree, limits):
         tree, readable = trimmed(tree, limits)
@@ -91,12 +89,7 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
                 f"Strategy {request.stats.strategy!r} drew a token that the target cannot read, a sibling holds, or "
                 "its law does not give; under this verifier `probs` must be the law that each node was drawn from."
             )
-    if tree.probs is not None:
-        return tree
-    kept = request.controller.prune(state, tree)
-    if kept.tokens is given.tokens:  # the strategy's own, which it may write to
-        return DraftTree.from_host(tree.on_host, state.device)
-    return kept
+    return tree if tree.probs is not None else request.controller.prune(state, tree)
 
 
 def emit(

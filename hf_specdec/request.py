@@ -1,7 +1,7 @@
 """One `generate` call: everything the loop works with, and what it hands back."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .compat import CACHE_NAME, sliding_window_of
 from .control.base import Controller
 from .drafters.base import Drafter
 from .ends import RowEnds
+from .errors import SpecDecError
 from .noise import SharedNoise, generator_kept
 from .outputs import TokenOutputs
 from .processing import NodeProcessors, RowStopping
@@ -110,17 +111,24 @@ class Request:
         return self._state
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def undisturbed(self, state: DecodeState | None = None) -> Iterator[None]:
         """The draft strategy may draw inside without changing what plain `generate` would draw.
 
         A verifier that reads draft probabilities needs the draft to be independent of its own draws, so there the
         generator runs on.
+
+        Raises:
+            SpecDecError: it wrote to the text in `state`.
         """
-        if self.sampling and self.verifier.uses_draft_probs:
+        before = None if state is None else state.last_tokens()
+        running = self.sampling and self.verifier.uses_draft_probs
+        with nullcontext() if running else generator_kept(self.input_ids.device):
             yield
-            return
-        with generator_kept(self.input_ids.device):
-            yield
+        if state is not None and state.last_tokens() != before:
+            raise SpecDecError(
+                f"Strategy {self.stats.strategy!r} must leave the view's tokens alone, but it wrote to them; "
+                "list(view.tokens(row)) is a copy to write to."
+            )
 
     def judge(
         self, tree: DraftTree, logits: torch.Tensor, state: DecodeState, plan: Plan | None
@@ -156,14 +164,14 @@ class Request:
         """Tell the drafter what the target expects after each node of a tree that was judged, before anything is
         committed."""
         if self._lesson:
-            with self.undisturbed():
+            with self.undisturbed(state):
                 self.drafter.learn(state, tree, *self._lesson)
 
     def start_drafting(self, state: DecodeState) -> None:
         """Start the drafter, and tell it what the target expected after each token of the prompt."""
         if not state.rows:
             return
-        with self.undisturbed():
+        with self.undisturbed(state):
             self.drafter.start(state)
         if not self.drafter.top_tokens or not self.controller.teaches:
             return
@@ -219,7 +227,7 @@ class Request:
             self.target.keep(staying)
             if self.stats.num_spec_steps:
                 with self.undisturbed():
-                    self.drafter.keep(staying)
+                    self.drafter.keep(list(staying))
         state.keep(staying)
 
     def unfinished(self) -> bool:
@@ -267,5 +275,5 @@ class Request:
         if not self._cache_is_callers or state is None or slots is None:
             return
         for row, row_id in enumerate(state.row_ids):
-            self._cached_rows[row_id] = slots.row(row, state.length(row) - 1)
+            self._cached_rows[row_id] = slots.row(row, slots.capacity, copied=False)
         self._filled_cache(state, 1)

@@ -161,6 +161,10 @@ class DecodeState(DecodeView):
         """Tokens that a row of the caller's batch has emitted."""
         return self._emitted[row_id]
 
+    def last_tokens(self) -> list[tuple[int, list[int]]]:
+        """How many tokens each row holds, and the last one."""
+        return [(len(tokens), tokens[-1:]) for tokens in self._sequences]
+
     def emitted_count(self, row: int) -> int:
         """Tokens that a row still decoding has emitted; its next output step."""
         return len(self._emitted[self._row_ids[row]])

@@ -141,6 +141,13 @@ class DraftTree:
         size = max(map(len, rows))
         return cls.from_host([row.padded(size) for row in rows], device)
 
+    def copy_to(self, device: torch.device | str) -> "DraftTree":
+        """The same tree, with tensors of its own."""
+        if self.made_of_lists:
+            return DraftTree.from_host(self.on_host, device)
+        parts = (self.tokens, self.parents, self.sampled, self.probs, self.values)
+        return DraftTree(*(None if part is None else part.to(device, copy=True) for part in parts))  # type: ignore[arg-type]
+
     def first(self, nodes: int) -> "DraftTree":
         """The tree of its first `nodes` nodes."""
         if nodes >= self.size:

@@ -1,15 +1,10 @@
 """What the loop makes of a strategy's answer: the look on the host and the repair by tensors agree."""
 
 import random
-from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import pytest
 import torch
-from cases import plain_model, spec_model
-from conftest import prompt
 
-from hf_specdec import Drafter, DraftStrategy, SpecDecConfig
 from hf_specdec.control.acceptance import DraftAcceptance
 from hf_specdec.drafters.combined import promised
 from hf_specdec.proposal import Limits, is_fit, trimmed
@@ -98,80 +93,6 @@ def test_a_tree_that_is_used_again_is_read_again():
     assert tree.on_host[0].tokens == [1, 2]
     tree.tokens[0, 1] = 3
     assert tree.on_host[0].tokens == [1, 3]
-
-
-@dataclass(frozen=True)
-class By(DraftStrategy):
-    """Drafts by a drafter of this class."""
-
-    name: ClassVar[str] = "by"
-
-    drafter: type[Drafter]
-
-    def build(self, target: Any, request: Any) -> Drafter:
-        return self.drafter()
-
-
-class Buffering(Drafter):
-    """Writes to the tree that it proposed, past torch's own count of writes, as soon as the target has seen it."""
-
-    top_tokens = 1
-
-    def propose(self, view, plan):
-        self.tree = DraftTree.from_chains(view.roots(), [[3, 4]] * view.rows)
-        return self.tree
-
-    def learn(self, view, tree, tokens, probs):
-        if tree.size == 3:
-            self.tree.tokens.numpy()[:, 1:] = tokens[:, :2, 0]
-
-
-@pytest.mark.parametrize("schedule", ["constant", "adaptive"])
-def test_what_a_strategy_writes_after_the_forward_changes_nothing(schedule):
-    call = {**prompt(1), "do_sample": False, "max_new_tokens": 24}
-    config = SpecDecConfig(strategy=By(Buffering), schedule=schedule)
-    assert torch.equal(spec_model().generate(**call, assistant_strategy=config), plain_model().generate(**call))
-
-
-class Scribbling(Drafter):
-    """Writes to all that it is shown of a forward."""
-
-    top_tokens = 2
-
-    def propose(self, view, plan):
-        return DraftTree.from_chains(view.roots(), [[3, 4]] * view.rows)
-
-    def learn(self, view, tree, tokens, probs):
-        tree.tokens[:, 1:] = tokens[:, :-1, 0]
-        tree.on_host[0].tokens[1:] = tokens[0, :-1, 0].tolist()
-        tokens[:] = 5
-        probs[:] = 0
-
-
-@pytest.mark.parametrize("schedule", ["constant", "adaptive"])
-@pytest.mark.parametrize("sample", [False, True])
-def test_what_a_strategy_writes_to_its_lesson_changes_nothing(schedule, sample):
-    call = {**prompt(2), "do_sample": sample, "max_new_tokens": 24}
-    config = SpecDecConfig(strategy=By(Scribbling), schedule=schedule)
-    torch.manual_seed(0)
-    plain = plain_model().generate(**call)
-    torch.manual_seed(0)
-    assert torch.equal(spec_model().generate(**call, assistant_strategy=config), plain)
-
-
-class Growing(Scribbling):
-    """Resizes the tree that it is shown."""
-
-    def learn(self, view, tree, tokens, probs):
-        tree.tokens.resize_(view.rows, 3000)
-
-
-def test_a_tree_that_is_resized_after_the_forward_counts_as_what_was_verified():
-    call = {**prompt(2), "do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True}
-    config = SpecDecConfig(strategy=By(Growing), schedule="adaptive")
-    out = spec_model().generate(**call, assistant_strategy=config)
-    assert torch.equal(out.sequences, plain_model().generate(**call).sequences)
-    assert set(out.speculation.choices["rounds_by_nodes"]) <= {"1", "2", "3"}
 
 
 def test_a_parent_that_is_no_node_is_padding_to_whoever_judges_it():

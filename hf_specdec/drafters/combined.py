@@ -246,20 +246,21 @@ class CombinedDrafter(Drafter):
             each.start(view)
 
     def learn(self, view: DecodeView, tree: DraftTree, tokens: torch.Tensor, probs: torch.Tensor) -> None:
-        """Each member gets as many tokens as it wants."""
+        """Each member gets as many tokens as it wants, and a lesson of its own, which it may write to."""
         for each in self._members:
             if each.top_tokens:
-                each.learn(view, tree, tokens[..., : each.top_tokens], probs[..., : each.top_tokens])
+                own = (part[..., : each.top_tokens].clone() for part in (tokens, probs))
+                each.learn(view, tree.copy_to(tree.tokens.device), *own)
 
     def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:
         """All members see what was emitted."""
         for each in self._members:
-            each.observe(view, emitted)
+            each.observe(view, list(map(list, emitted)))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows stay."""
         for each in self._members:
-            each.keep(rows)
+            each.keep(list(rows))
 
     def finish(self) -> None:
         """The call has ended for all members."""
