@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from accelerate import PartialState
 from rich.console import Console
 
 from hf_specdec import SpecDecError
@@ -81,6 +82,7 @@ def bench(
         console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         console.print(*tables(results), f"Reports: {output}/report.md and report.html", sep="\n")
         print(json.dumps(headline(results, output)))
+    PartialState().destroy_process_group()  # its threads may abort an interpreter that ends while they run
 
 
 def carry_out(
