@@ -86,7 +86,8 @@ class SharedNoise:
         for place, own in enumerate(steps):
             for depth, step in enumerate(own):
                 needed.setdefault(step, []).append((place, depth))
-        noise = torch.empty(len(steps), max(map(len, steps)), self._shape[1], device=self._device)
+        shape = len(steps), max(map(len, steps)), self._shape[1]
+        noise = torch.empty(shape, dtype=torch.float32, device=self._device)
         for step in sorted(needed):
             draw = self._draw(step)
             for place, depth in needed[step]:

@@ -117,7 +117,7 @@ class DraftTree:
             tokens.to(device),
             parents.to(device),
             torch.zeros(parents.shape, dtype=torch.bool, device=device),
-            values=torch.tensor(values, device=device) if values else None,
+            values=torch.tensor(values, dtype=torch.float32, device=device) if values else None,
         )
         tree.__dict__["_made"] = tree._versions
         tree.__dict__["_host"] = tree._versions, own
@@ -142,11 +142,13 @@ class DraftTree:
         return cls.from_host([row.padded(size) for row in rows], device)
 
     def copy_to(self, device: torch.device | str) -> "DraftTree":
-        """The same tree, with tensors of its own."""
+        """The same tree, with tensors of its own but for `probs`, which may be large."""
         if self.made_of_lists:
             return DraftTree.from_host(self.on_host, device)
-        parts = (self.tokens, self.parents, self.sampled, self.probs, self.values)
-        return DraftTree(*(None if part is None else part.to(device, copy=True) for part in parts))  # type: ignore[arg-type]
+        tokens, parents, sampled = (part.to(device, copy=True) for part in (self.tokens, self.parents, self.sampled))
+        probs = None if self.probs is None else self.probs.to(device)
+        values = None if self.values is None else self.values.to(device, copy=True)
+        return DraftTree(tokens, parents, sampled, probs, values)
 
     def first(self, nodes: int) -> "DraftTree":
         """The tree of its first `nodes` nodes."""

@@ -161,7 +161,9 @@ def test_save_load_and_pickle(tmp_path):
      '{"format": "hf_specdec recycling memory 1", "max_entries": 0, "table": []}',
      '{"format": "hf_specdec recycling memory 1", "max_entries": 5, "table": [[[1, 2, 3], []]]}',
      '{"format": "hf_specdec recycling memory 1", "max_entries": 5, "table": [[[1], [["x", 1]]]]}',
-     '{"format": "hf_specdec recycling memory 1", "max_entries": 5, "table": [[[1], [[2, 0.5], [2, 0.4]]]]}'],
+     '{"format": "hf_specdec recycling memory 1", "max_entries": 5, "table": [[[1], [[2, 0.5], [2, 0.4]]]]}',
+     '{"format": "hf_specdec recycling memory 1", "max_entries": 5, "table": [[[1], [[1.9, 0.5]]]]}',
+     '{"format": "hf_specdec recycling memory 1", "max_entries": 5, "table": [[[1], [[true, 0.5]]]]}'],
 )  # fmt: skip
 def test_a_file_that_is_no_memory_is_refused(tmp_path, content):
     path = tmp_path / "table.json"

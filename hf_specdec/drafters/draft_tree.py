@@ -29,7 +29,7 @@ class LevelTree:
     def __init__(self, roots: torch.Tensor):
         self.tokens = roots.unsqueeze(1)
         self.parents = torch.full_like(self.tokens, -1)
-        self.values = torch.ones(self.tokens.shape, device=roots.device)
+        self.values = torch.ones(self.tokens.shape, dtype=torch.float32, device=roots.device)
         self.beam = torch.zeros_like(self.tokens)
         self.seen = torch.zeros(len(roots), 1, 0, dtype=torch.bool, device=roots.device)
         self._numbers = self.beam

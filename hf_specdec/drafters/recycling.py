@@ -78,7 +78,7 @@ class RecyclingMemory(Memory):
         for context, followers in content["table"]:
             if not (1 <= len(context) <= 2 and all(type(each) is int for each in context)):
                 raise ValueError("it holds something that is no context of one or two tokens")
-            known = tuple((int(token), float(prob)) for token, prob in followers)
+            known = tuple((token, float(prob)) for token, prob in followers)
             if not all(is_token(token) and 0 <= prob <= 1 for token, prob in known):
                 raise ValueError("it holds something that is no token id, or no probability")
             if len(dict(known)) < len(known):
@@ -146,7 +146,8 @@ class Likeness:
     def __init__(self, embeddings: torch.Tensor):
         self._embeddings = embeddings
         self._tokens: dict[int, None] = {}
-        self._directions = torch.empty(MOST_COMPARED, embeddings.shape[1], device=embeddings.device)
+        shape = MOST_COMPARED, embeddings.shape[1]
+        self._directions = torch.empty(shape, dtype=torch.float32, device=embeddings.device)
         self._ready = 0
 
     def add(self, token: int) -> None:

@@ -199,7 +199,7 @@ def draft_probs(tree: DraftTree) -> torch.Tensor:
     """
     drafted = tree.tokens[:, 1:]
     if tree.probs is None:
-        return torch.ones(drafted.shape, device=drafted.device)
+        return torch.ones(drafted.shape, dtype=torch.float32, device=drafted.device)
     rows = torch.arange(len(drafted), device=drafted.device).unsqueeze(1)
     drawn = tree.probs[rows, tree.parents[:, 1:].clamp(min=0), drafted]
     return torch.where(tree.sampled[:, 1:], drawn, 1.0)

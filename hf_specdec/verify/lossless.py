@@ -52,7 +52,7 @@ Family = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _taken(tree: DraftTree, probs: torch.Tensor, families: list[Family]) -> torch.Tensor:
     """Which child of each node is accepted if the node is reached: `BoolTensor` of shape `(B, N)`, one per parent."""
-    coins = torch.rand(len(probs), tree.size - 1, device=probs.device)
+    coins = torch.rand(len(probs), tree.size - 1, dtype=torch.float32, device=probs.device)
     taken, settled = torch.zeros_like(tree.sampled), torch.zeros_like(tree.sampled)
     law = left = probs
     for rank, (rows, parents, nodes, elder) in enumerate(families):
@@ -145,7 +145,7 @@ def block(tree: DraftTree, scores: torch.Tensor, sampling: bool, noise: torch.Te
         nodes[1:-1] < length.unsqueeze(1), torch.where(below > 0, rest[:, 1:] / below, 1.0), joint[:, 1:-1]
     )
     accepted = chain.clone()
-    accepted[:, 1:] &= torch.rand(len(probs), tree.size - 1, device=probs.device) < chance[:, 1:]
+    accepted[:, 1:] &= torch.rand(len(probs), tree.size - 1, dtype=torch.float32, device=probs.device) < chance[:, 1:]
     path, count, _ = path_of(nodes <= torch.where(accepted, nodes, 0).max(1, keepdim=True).values)
 
     law, child = probs[each, count], (count + 1).clamp(max=tree.size - 1)
