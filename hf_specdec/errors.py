@@ -6,6 +6,7 @@ options that do not fit.
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class SpecDecError(ValueError):
@@ -18,6 +19,14 @@ class UnsupportedOptionError(SpecDecError):
 
 class UnsupportedModelError(SpecDecError):
     """A model whose cache, positions or masks cannot verify a block of tokens exactly."""
+
+
+def no_directory(name: object) -> str | None:
+    """What to say of a model whose name is the path of nothing; None for other names."""
+    path = str(name)
+    if path.startswith(("/", ".", "~")) and not Path(path).exists():
+        return f"There is no directory {path!r}; give the directory of a model, or a name on the hub."
+    return None
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> SpecDecError:

@@ -76,6 +76,8 @@ def run(
     check_model(model, model_kwargs.get(CACHE_NAME))
     check_combination(config)
     check_cache_argument(input_ids, generation_config, model_kwargs)
+    if not input_ids.shape[1] and model_kwargs.get("inputs_embeds") is None:
+        raise SpecDecError("The prompt has no tokens, so there is nothing to go on with; give at least one.")
     with ExitStack() as stack:
         stack.enter_context(calling())
         strategy = config.resolved
@@ -92,6 +94,7 @@ def run(
             plan=config.plan(),
             extras=extras,
         )
+        stack.push(lambda error, *_: request.restore_cache() if error else None)
         with request.undisturbed():
             request.drafter = strategy.build(request.target, request)
         described = f"{strategy.name} {strategy.to_dict()}"
@@ -99,15 +102,11 @@ def run(
         request.controller = config.bound_schedule.build(scope)
         stack.callback(request.release)
         stack.callback(restore_buffers, model)
-        stack.callback(request.drafter.finish)
+        stack.callback(request.finish_drafting)
         stack.callback(request.controller.finish)
         stack.enter_context(packed_attention(model))
         stack.enter_context(decode_context(model))
-        try:
-            decode(request)
-        except BaseException:
-            request.restore_cache()
-            raise
+        decode(request)
     return request.result()
 
 

@@ -36,7 +36,7 @@ def decode(request: Request) -> None:
         started = time.perf_counter()
         before = (target.forward_seconds, drafter.forward_seconds, drafter.forwards)
         rooms = request.ends.rooms(state)
-        plan = controller.plan(state, rooms).within(max(rooms) - 1)
+        plan = controller.plan(state.view, rooms).within(max(rooms) - 1)
         tree = propose(request, state, plan, rooms)
         drafted_at, draft_forwards = time.perf_counter(), drafter.forwards - before[2]
         output = target.verify(tree, state.lengths())
@@ -44,8 +44,8 @@ def decode(request: Request) -> None:
         emitted, judged = emit(request, state, tree, output, plan)
         verified_at = time.perf_counter()
         if state.rows:
-            with request.undisturbed(state):
-                drafter.observe(state, emitted)
+            with request.undisturbed():
+                drafter.observe(state.view, emitted)
         record = StepRecord(
             plan=plan,
             rows=rows,
@@ -72,8 +72,8 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
         return DraftTree.from_chains(state.roots(), [[]] * state.rows, state.device)
     if request.noise is not None:  # drafts may use it, and must not draw it inside
         request.noise.reach(max(state.emitted_count(row) for row in range(state.rows)) + plan.depth)
-    with request.undisturbed(state):
-        tree = request.drafter.propose(state, plan)
+    with request.undisturbed():
+        tree = request.drafter.propose(state.view, plan)
     if fault := fault_of(tree, state.rows, request.vocab_size):
         raise SpecDecError(
             f"Strategy {request.stats.strategy!r} must answer with a DraftTree of {state.rows} rows, but {fault}."
@@ -89,7 +89,7 @@ def propose(request: Request, state: DecodeState, plan: Plan, rooms: Sequence[in
                 f"Strategy {request.stats.strategy!r} drew a token that the target cannot read, a sibling holds, or "
                 "its law does not give; under this verifier `probs` must be the law that each node was drawn from."
             )
-    return tree if tree.probs is not None else request.controller.prune(state, tree)
+    return tree if tree.probs is not None else request.controller.prune(state.view, tree)
 
 
 def emit(

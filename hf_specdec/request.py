@@ -1,7 +1,7 @@
 """One `generate` call: everything the loop works with, and what it hands back."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from .compat import CACHE_NAME, sliding_window_of
 from .control.base import Controller
 from .drafters.base import Drafter
 from .ends import RowEnds
-from .errors import SpecDecError
 from .noise import SharedNoise, generator_kept
 from .outputs import TokenOutputs
 from .processing import NodeProcessors, RowStopping
@@ -98,6 +97,12 @@ class Request:
         self._cache_is_callers = bool(getattr(model_kwargs[CACHE_NAME], "_is_user_defined", False))
         self.returns_cache = bool(generation_config.return_dict_in_generate) or self._cache_is_callers
 
+    @property
+    def state(self) -> DecodeState:
+        """What has been decoded so far."""
+        assert self._state is not None
+        return self._state
+
     def begin(self, cached: Sequence[int]) -> DecodeState:
         """The state after the prompt's forward.
 
@@ -108,27 +113,25 @@ class Request:
         pad_id = 0 if pad is None else int(pad.reshape(-1)[0])
         self._state = DecodeState(self.input_ids, self.model_kwargs.get("attention_mask"), cached, pad_id)
         self.outputs.windows = [sliding_window_of(layer) for layer in self.model_kwargs[CACHE_NAME].layers]
-        return self._state
+        return self.state
 
     @contextmanager
-    def undisturbed(self, state: DecodeState | None = None) -> Iterator[None]:
+    def undisturbed(self) -> Iterator[None]:
         """The draft strategy may draw inside without changing what plain `generate` would draw.
 
         A verifier that reads draft probabilities needs the draft to be independent of its own draws, so there the
         generator runs on.
-
-        Raises:
-            SpecDecError: it wrote to the text in `state`.
         """
-        before = None if state is None else state.last_tokens()
-        running = self.sampling and self.verifier.uses_draft_probs
-        with nullcontext() if running else generator_kept(self.input_ids.device):
+        if self.sampling and self.verifier.uses_draft_probs:
             yield
-        if state is not None and state.last_tokens() != before:
-            raise SpecDecError(
-                f"Strategy {self.stats.strategy!r} must leave the view's tokens alone, but it wrote to them; "
-                "list(view.tokens(row)) is a copy to write to."
-            )
+            return
+        with generator_kept(self.input_ids.device):
+            yield
+
+    def finish_drafting(self) -> None:
+        """The call has ended for the drafter."""
+        with self.undisturbed():
+            self.drafter.finish()
 
     def judge(
         self, tree: DraftTree, logits: torch.Tensor, state: DecodeState, plan: Plan | None
@@ -147,13 +150,14 @@ class Request:
             scores = self.processors.process(scores, tree.tokens.tolist(), tree.parents.tolist(), state)
         noise = None
         if self.sampling and self.verifier.uses_noise:
-            noise = self.noise_at(state, depth + 1, scores)
+            noise = self.noise_at(depth + 1, scores)
             if depth:
                 noise = noise.gather(1, tree.depths.unsqueeze(2).expand(-1, -1, noise.shape[2]))
         return scores, self.verifier.rule(tree, scores, self.sampling, noise)
 
-    def noise_at(self, state: DecodeState, steps: int, scores: torch.Tensor) -> torch.Tensor:
+    def noise_at(self, steps: int, scores: torch.Tensor) -> torch.Tensor:
         """The draws of plain sampling for the next `steps` tokens of each row: shape `(B, steps, V)`."""
+        state = self.state
         if self.noise is None:
             self.noise = SharedNoise(len(self.stats.rows), scores.shape[-1], scores.device)
         taken = [state.emitted_count(row) for row in range(state.rows)]
@@ -164,15 +168,15 @@ class Request:
         """Tell the drafter what the target expects after each node of a tree that was judged, before anything is
         committed."""
         if self._lesson:
-            with self.undisturbed(state):
-                self.drafter.learn(state, tree, *self._lesson)
+            with self.undisturbed():
+                self.drafter.learn(state.view, tree, *self._lesson)
 
     def start_drafting(self, state: DecodeState) -> None:
         """Start the drafter, and tell it what the target expected after each token of the prompt."""
         if not state.rows:
             return
-        with self.undisturbed(state):
-            self.drafter.start(state)
+        with self.undisturbed():
+            self.drafter.start(state.view)
         if not self.drafter.top_tokens or not self.controller.teaches:
             return
         tops = [self.target.prompt_top(row_id, self.drafter.top_tokens) for row_id in state.row_ids]
@@ -225,16 +229,15 @@ class Request:
             cache.release()
         else:
             self.target.keep(staying)
-            if self.stats.num_spec_steps:
-                with self.undisturbed():
-                    self.drafter.keep(list(staying))
         state.keep(staying)
+        if staying and self.stats.num_spec_steps:
+            with self.undisturbed():
+                self.drafter.keep(list(staying))
 
     def unfinished(self) -> bool:
         """Some row is still decoding, here or (under `synced_gpus`) in another process."""
-        assert self._state is not None
         synced = bool(self.extras.get("synced_gpus"))
-        return self.model._has_unfinished_sequences(not self._state.rows, synced, device=self.input_ids.device)
+        return self.model._has_unfinished_sequences(not self.state.rows, synced, device=self.input_ids.device)
 
     def release(self) -> None:
         """Leave the generator where plain `generate` would leave it after as many output steps."""
@@ -245,16 +248,14 @@ class Request:
 
     def result(self) -> Any:
         """What `generate` returns: ids, or `SpeculativeOutput` under `return_dict_in_generate`."""
-        state = self._state
-        assert state is not None
-        steps = self.ends.steps
+        state, steps = self.state, self.ends.steps
+        cache = self._filled_cache(state, steps) if self.returns_cache else None
         self._stream_until(steps, state)
         if self.streamer is not None:
             self.streamer.end()
         for row_id in range(len(self.stats.rows)):
             self.stats.trim(row_id, self.ends.end(row_id))
         sequences = state.sequences(steps)
-        cache = self._filled_cache(state, steps) if self.returns_cache else None
         if not self.generation_config.return_dict_in_generate:
             return sequences
         self.stats.target_forwards = self.target.forwards

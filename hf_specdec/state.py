@@ -4,8 +4,9 @@ Tokens of a row count from column 0, left padding stripped. Invariant: slot i of
 K/V of token i of that row, for `i < length(b) - 1`; the last committed token, the root, is not in the cache yet.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -57,6 +58,31 @@ class Plan:
         return self if self.model_depth is None else replace(self.within(self.model_depth), model_depth=None)
 
 
+class RowTokens(Sequence[int]):
+    """Token ids of a row that can be read and not written; a slice is a list of its own. They grow with the row."""
+
+    __slots__ = ("_ids",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, ids: list[int]):
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._ids[place]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._ids == list(other)
+
+    def __repr__(self) -> str:
+        return repr(self._ids)
+
+
 class DecodeView:
     """Read-only view of the rows that are still decoding.
 
@@ -98,8 +124,8 @@ class DecodeView:
         return tuple(self._row_ids)
 
     def tokens(self, row: int) -> Sequence[int]:
-        """Committed token ids of a row, prompt first, root last. Do not modify."""
-        return self._sequences[row]
+        """Committed token ids of a row, prompt first, root last; `list` of them is a copy to write to."""
+        return RowTokens(self._sequences[row])
 
     def root(self, row: int) -> int:
         """The last committed token of a row."""
@@ -125,6 +151,9 @@ class DecodeView:
 class DecodeState(DecodeView):
     """The writable state, with the caller's whole batch in the columns of plain `generate`.
 
+    Attributes:
+        view: what strategies and controllers see of it.
+
     Args:
         input_ids: the prompt, `LongTensor` of shape `(rows, L)`, padding included.
         attention_mask: shape `(rows, L)`, or None for all ones.
@@ -146,7 +175,9 @@ class DecodeState(DecodeView):
         if attention_mask is not None and attention_mask.shape == input_ids.shape:
             prompts = [[ids[column] for column in real] for ids, real in zip(prompts, self._real_columns)]
         unseen = [count - len(prompt) for count, prompt in zip(cached, prompts, strict=True)]
-        super().__init__(prompts, list(map(len, prompts)), unseen, list(range(rows)), input_ids.device)
+        parts = prompts, list(map(len, prompts)), unseen, list(range(rows))
+        super().__init__(*parts, input_ids.device)
+        self.view = DecodeView(*parts, input_ids.device)  # the same lists
         self._emitted: list[list[int]] = [[] for _ in range(rows)]
         self._pad_token_id = pad_token_id
         self._grid = input_ids.long()
@@ -160,10 +191,6 @@ class DecodeState(DecodeView):
     def emitted(self, row_id: int) -> list[int]:
         """Tokens that a row of the caller's batch has emitted."""
         return self._emitted[row_id]
-
-    def last_tokens(self) -> list[tuple[int, list[int]]]:
-        """How many tokens each row holds, and the last one."""
-        return [(len(tokens), tokens[-1:]) for tokens in self._sequences]
 
     def emitted_count(self, row: int) -> int:
         """Tokens that a row still decoding has emitted; its next output step."""
@@ -217,7 +244,7 @@ class DecodeState(DecodeView):
         """Only these rows stay."""
         for name in ("_sequences", "_prompt_lengths", "_unseen", "_row_ids"):
             values = getattr(self, name)
-            setattr(self, name, [values[row] for row in rows])
+            values[:] = [values[row] for row in rows]
 
     def sequences(self, steps: int) -> torch.Tensor:
         """Prompt and the first `steps` emitted tokens of every row, padded: shape `(rows, L + steps)`."""

@@ -85,7 +85,7 @@ class _BranchingDrafter(Drafter):
             logits = self.settings.model(
                 ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
             ).logits[:, -1]
-        law = self.request.processors.process_paths(logits, paths, view).softmax(-1)
+        law = self.request.processors.process_paths(logits, paths, self.request.state).softmax(-1)
         width, fault = self.settings.width, self.settings.fault
         if fault == "claimed":
             return law, law.topk(width).indices

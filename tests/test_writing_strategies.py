@@ -1,15 +1,17 @@
 """Strategies that write to what they are shown: the text stays plain `generate`'s, or the call ends with an error."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from cases import plain_model, spec_model
 from conftest import prompt
+from transformers.generation import CandidateGenerator
+from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import Drafter, DraftStrategy, Lookahead, Merge, Recycling, SpecDecConfig, SpecDecError, loop
+from hf_specdec import Adaptive, Drafter, DraftStrategy, Lookahead, Merge, Recycling, SpecDecConfig, loop
 from hf_specdec.compat import CACHE_NAME
 from hf_specdec.tree import DraftTree
 
@@ -104,23 +106,28 @@ def empties(tokens):
     tokens.clear()
 
 
-class Meddling(Scribbling):
-    """Does something to the text of the last row, in one of its hooks."""
+HOOKS = ["start", "propose", "learn", "observe", "keep", "finish", "forwards"]
 
+
+class Hooked(Drafter):
+    """Does something to the text of its first row, in one of its hooks."""
+
+    top_tokens = 2
+    view: Any = None
     hook: str
     write: Any
 
     def _at(self, hook, view):
         if hook == self.hook:
-            self.write(view.tokens(view.rows - 1))
+            self.write(view.tokens(0))
 
     def start(self, view):
+        self.view = view
         self._at("start", view)
 
     def propose(self, view, plan):
-        roots = view.roots()
         self._at("propose", view)
-        return DraftTree.from_chains(roots, [[3, 4]] * view.rows)
+        return DraftTree.from_chains(view.roots(), [[3, 4]] * view.rows)
 
     def learn(self, view, tree, tokens, probs):
         self._at("learn", view)
@@ -128,41 +135,183 @@ class Meddling(Scribbling):
     def observe(self, view, emitted):
         self._at("observe", view)
 
+    def keep(self, rows):
+        self._at("keep", self.view)
 
-def meddling(hook, write):
-    return By(type("Meddling", (Meddling,), {"hook": hook, "write": staticmethod(write)}))
+    def finish(self):
+        if self.view is not None and self.view.rows:
+            self._at("finish", self.view)
+
+    @property
+    def forwards(self):
+        if self.view is not None and self.view.rows:
+            self._at("forwards", self.view)
+        return 0
+
+
+def hooked(hook, write):
+    return By(type("Hooked", (Hooked,), {"hook": hook, "write": staticmethod(write)}))
+
+
+def ending(rows):
+    """A call whose rows end one after the other, and plain `generate`'s answer."""
+    call = {**prompt(rows), "do_sample": False, "max_new_tokens": 24}
+    width = call["input_ids"].shape[1]
+    text = plain_model().generate(**call)[:, width:]
+    call |= {"eos_token_id": [int(text[row, 4 + 5 * row]) for row in range(rows - 1)], "pad_token_id": 0}
+    return call, plain_model().generate(**call)
+
+
+def prompt_cache(call):
+    """A cache of the prompt but its last token."""
+    width = call["input_ids"].shape[1] - 1
+    with torch.no_grad():
+        out = plain_model()(
+            call["input_ids"][:, :width], attention_mask=call["attention_mask"][:, :width], use_cache=True
+        )
+    return out[CACHE_NAME], copy.deepcopy(out[CACHE_NAME])
+
+
+def still_holds_the_prompt(cache, before, mask):
+    for now, then in zip(cache.layers, before.layers):
+        width = then.keys.shape[2]
+        assert now.keys.shape[2] in (width, width + 1)
+        real = mask[:, :width].bool()[:, None, :, None]
+        torch.testing.assert_close(now.keys[:, :, :width] * real, then.keys * real)
+        torch.testing.assert_close(now.values[:, :, :width] * real, then.values * real)
 
 
 @pytest.mark.parametrize("write", [appends, changes_the_last, shortens, empties])
-@pytest.mark.parametrize("hook", ["start", "propose", "learn", "observe"])
+@pytest.mark.parametrize("hook", [each for each in HOOKS if each != "finish"])
 @pytest.mark.parametrize("schedule", ["constant", "adaptive"])
-def test_a_strategy_that_changes_the_text_is_an_error_and_leaves_the_cache(hook, write, schedule):
-    inputs = prompt(2)
-    width = inputs["input_ids"].shape[1]
-    mask = inputs["attention_mask"][:, : width - 1]
-    with torch.no_grad():
-        first = plain_model()(inputs["input_ids"][:, : width - 1], attention_mask=mask, use_cache=True)
-    cache, before = first[CACHE_NAME], copy.deepcopy(first[CACHE_NAME])
-    config = SpecDecConfig(strategy=meddling(hook, write), schedule=schedule)
-    call = {**inputs, "do_sample": False, "max_new_tokens": 24, CACHE_NAME: cache}
-    with pytest.raises(SpecDecError, match="leave the view's tokens alone, but it wrote to them"):
-        spec_model().generate(**call, assistant_strategy=config)
-    for now, then in zip(cache.layers, before.layers):
-        assert now.keys.shape[2] in (width - 1, width)
-        real = mask.bool()[:, None, :, None]
-        torch.testing.assert_close(now.keys[:, :, : width - 1] * real, then.keys * real)
-        torch.testing.assert_close(now.values[:, :, : width - 1] * real, then.values * real)
+def test_no_strategy_can_write_to_the_text(hook, write, schedule):
+    call, _ = ending(3)
+    cache, before = prompt_cache(call)
+    config = SpecDecConfig(strategy=hooked(hook, write), schedule=schedule)
+    with pytest.raises((AttributeError, TypeError), match="RowTokens"):
+        spec_model().generate(**call, **{CACHE_NAME: cache}, assistant_strategy=config)
+    still_holds_the_prompt(cache, before, call["attention_mask"])
 
 
-@pytest.mark.parametrize("hook", ["start", "propose", "learn", "observe"])
-def test_what_a_strategy_writes_to_earlier_tokens_changes_nothing(hook):
-    call = {**prompt(2), "do_sample": False, "max_new_tokens": 24}
+def test_what_is_read_of_the_text_is_the_readers():
+    model, call = spec_model(), {**prompt(2), "do_sample": False, "max_new_tokens": 24}
 
-    def write(tokens):
-        tokens[: len(tokens) - 1] = [7] * (len(tokens) - 1)
+    class Reading(Hooked):
+        hook = ""
 
-    got = spec_model().generate(**call, assistant_strategy=SpecDecConfig(strategy=meddling(hook, write)))
+        def observe(self, view, emitted):
+            copies = [view.tokens(0)[:], list(view.tokens(0)), view.roots(), view.lengths()]
+            assert copies[0] == copies[1] == view.tokens(0) and view.tokens(0)[-1] == view.root(0)
+            assert torch.equal(torch.tensor(view.tokens(0)), torch.tensor(copies[0]))
+            assert not hasattr(view, "emitted") and not hasattr(view, "commit")
+            for each in copies:
+                each.clear()
+
+    got = model.generate(**call, assistant_strategy=SpecDecConfig(strategy=By(Reading), schedule="constant"))
     assert torch.equal(got, plain_model().generate(**call))
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which would end the tests."""
+
+
+def interrupted(tokens):
+    raise Interrupt
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("schedule", ["constant", "adaptive"])
+def test_an_error_of_a_strategy_comes_out_and_leaves_the_callers_cache(hook, schedule):
+    call, _ = ending(3)
+    cache, before = prompt_cache(call)
+    strategy = hooked(hook, interrupted)
+    if hook == "finish":  # when no row is left
+        strategy = By(type("Finishing", (Hooked,), {"hook": "", "finish": interrupted}))
+    config = SpecDecConfig(strategy=strategy, schedule=schedule)
+    with pytest.raises(Interrupt):
+        spec_model().generate(**call, **{CACHE_NAME: cache}, assistant_strategy=config)
+    still_holds_the_prompt(cache, before, call["attention_mask"])
+
+
+def test_a_streamer_that_fails_at_the_end_leaves_the_cache_as_plain_generate_does():
+    class Failing(BaseStreamer):
+        def put(self, value):
+            pass
+
+        def end(self):
+            raise Interrupt
+
+    lengths = []
+    for model, more in ((plain_model(), {}), (spec_model(), {"assistant_strategy": "suffix"})):
+        call = {**prompt(1), "do_sample": False, "max_new_tokens": 12}
+        cache, _ = prompt_cache(call)
+        with pytest.raises(Interrupt):
+            model.generate(**call, **{CACHE_NAME: cache}, streamer=Failing(), **more)
+        lengths.append(cache.get_seq_length())
+    assert lengths[0] == lengths[1]
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_strategy_that_draws_as_it_ends_leaves_the_generator(sample):
+    class Drawing(Hooked):
+        hook = ""
+
+        def finish(self):
+            torch.rand(7)
+
+    states = []
+    for model, more in ((plain_model(), {}), (spec_model(), {"assistant_strategy": By(Drawing)})):
+        torch.manual_seed(0)
+        model.generate(**prompt(2), do_sample=sample, max_new_tokens=12, **more)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_a_candidate_generator_has_ids_of_its_own():
+    class Writing(CandidateGenerator):
+        def __init__(self, input_ids):
+            self.ids = input_ids
+            input_ids[0, 5] = 7
+
+        def get_candidates(self, input_ids, **kwargs):
+            self.ids[:] = 8
+            return input_ids, None
+
+        def update_candidate_strategy(self, input_ids, scores, num_matches):
+            pass
+
+    call = {**prompt(2), "do_sample": False, "max_new_tokens": 12}
+    given = call["input_ids"].clone()
+    got = spec_model().generate(**call, assistant_strategy=Writing)
+    assert torch.equal(call["input_ids"], given)
+    assert torch.equal(got, plain_model().generate(**call))
+
+
+class Learnt(Hooked):
+    """Is sure of its drafts, some of which are right."""
+
+    hook = ""
+
+    def propose(self, view, plan):
+        tree = DraftTree.from_chains(view.roots(), [[3, 4]] * view.rows)
+        return replace(tree, values=torch.tensor([[1.0, 0.9, 0.8]] * view.rows))
+
+
+class Clearing(Learnt):
+    def learn(self, view, tree, tokens, probs):
+        for row in tree.on_host:
+            row.parents.clear()
+
+
+def test_what_a_strategy_writes_to_its_lesson_does_not_reach_the_schedule():
+    tries = []
+    for drafter in (Learnt, Clearing):
+        schedule = Adaptive(memory="new")
+        for seed in range(3):
+            call = {**prompt(2, seed=seed), "do_sample": False, "max_new_tokens": 24}
+            spec_model().generate(**call, assistant_strategy=SpecDecConfig(strategy=By(drafter), schedule=schedule))
+        tries.append(sum(sum(each.lookup.first_values._tries) for each in schedule.memory._learned.values()))
+    assert tries[1] > 0.5 * tries[0] > 0
 
 
 class Emptying(Scribbling):
@@ -176,15 +325,6 @@ class Emptying(Scribbling):
     def keep(self, rows):
         rows.reverse()
         rows[:] = rows[:1]
-
-
-def ending(rows):
-    """A call whose rows end one after the other, and plain `generate`'s answer."""
-    call = {**prompt(rows), "do_sample": False, "max_new_tokens": 24}
-    width = call["input_ids"].shape[1]
-    text = plain_model().generate(**call)[:, width:]
-    call |= {"eos_token_id": [int(text[row, 4 + 5 * row]) for row in range(rows - 1)], "pad_token_id": 0}
-    return call, plain_model().generate(**call)
 
 
 @pytest.mark.parametrize("strategy", [By(Emptying), Merge([By(Emptying), "suffix"])])

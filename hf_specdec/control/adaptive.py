@@ -327,7 +327,8 @@ class AdaptiveController(Controller):
         else:
             kept = [list(range(tree.size))] * rows
         if tree.values is not None:
-            self._shown = parents, [[bins[node] for node in nodes] for (bins, _), nodes in zip(judged, kept)]
+            places = [[bins[node] for node in nodes] for (bins, _), nodes in zip(judged, kept)]
+            self._shown = list(map(list, parents)), places  # lists that nobody else has
         return tree
 
     def observe(self, record: StepRecord) -> None:

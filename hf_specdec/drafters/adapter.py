@@ -48,7 +48,7 @@ class CandidateAdapter(DraftStrategy):
             if isinstance(self.factory, CandidateGenerator):
                 generator = self.factory
             else:
-                offered["input_ids"] = request.input_ids[row : row + 1]
+                offered["input_ids"] = request.input_ids[row : row + 1].clone()
                 generator = self._call_factory(offered)
             if not isinstance(generator, CandidateGenerator):
                 raise SpecDecError(

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..capability import check_model, check_rotary, embedding_table, restore_buffers
 from ..compat import CACHE_NAME
-from ..errors import SpecDecError
+from ..errors import SpecDecError, no_directory
 from ..state import DecodeView, Plan
 from ..target import SlotModel
 from ..tree import DraftTree
@@ -82,7 +82,8 @@ class DraftModel(DraftStrategy):
             except Exception as error:  # a damaged file: whatever the readers of weights and configurations raise
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 raise SpecDecError(
-                    f"The draft model {self.model!r} cannot be loaded; give a name on the hub, a directory, or the "
+                    no_directory(self.model)
+                    or f"The draft model {self.model!r} cannot be loaded; give a name on the hub, a directory, or the "
                     f"model itself. {reason}"
                 ) from error
             _LOADED[key] = draft.to(like.device).eval()
@@ -231,7 +232,7 @@ class ModelDrafter(Drafter):
         """What q is divided by at each level, shape `(B, depth, V)`; None where the most probable tokens are drafted
         or an independent draw."""
         if self._request.sampling and self._request.verifier.uses_noise:
-            noise: torch.Tensor = self._request.noise_at(view, depth, scores)
+            noise: torch.Tensor = self._request.noise_at(depth, scores)
             return noise.to(self._device)
         return None
 
@@ -283,7 +284,7 @@ class ModelDrafter(Drafter):
             scores = torch.nn.functional.pad(scores, (0, size - scores.shape[2]), value=float("-inf"))
         nowhere: list[list[int] | None] = [[]] * scores.shape[1]
         paths = tree.paths() if processors.reads_prefix else [nowhere] * view.rows
-        scores = processors.process_nodes(scores[..., :size], paths, view)
+        scores = processors.process_nodes(scores[..., :size], paths, self._request.state)
         return (
             scores.index_fill(2, torch.tensor(unreadable, device=scores.device), float("-inf"))
             if unreadable

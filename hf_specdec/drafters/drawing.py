@@ -42,7 +42,7 @@ class ChainDraw:
             token = likeliest(scores)
         elif request.verifier.uses_noise:
             if self._noise is None:
-                self._noise = request.noise_at(self._view, self._depth, scores)
+                self._noise = request.noise_at(self._depth, scores)
             token = sample_with(scores, self._noise[:, len(self._chosen)]).clamp(min=0)
         else:
             law = torch.softmax(scores.float(), -1)
@@ -59,7 +59,7 @@ class ChainDraw:
             paths: list[list[int]] = [[]] * self._view.rows
             if self._chosen and processors.reads_prefix:
                 paths = torch.stack(self._chosen, 1).tolist()
-            scores = processors.process_paths(scores, paths, self._view)
+            scores = processors.process_paths(scores, paths, self._request.state)
         if unreadable:
             scores = scores.index_fill(1, torch.tensor(unreadable, device=scores.device), float("-inf"))
         return scores
