@@ -34,6 +34,8 @@ DEFAULT_LIMIT = 24
 CHOOSING_SHARE = 3
 """One prompt of so many chooses."""
 FEWEST_CHOOSING = 2
+HARDLY_DRAFTED = 1.05
+"""Tokens per round up to which a gain is not that of drafts."""
 LONGEST = 16
 """Draft length up to which chains are forecast, or their default where that is longer."""
 
@@ -164,6 +166,11 @@ class StrategyPlan:
         """Where the figures of the verdict come from."""
         same = f"{self.chosen.identical} of {self.chosen.compared} texts are plain generate's"
         told = f"Measured on {self.held_out} other prompts, with a 95 % interval; {same}."
+        if self.pays and self.chosen.tokens_per_round < HARDLY_DRAFTED:
+            told += (
+                " Hardly a draft was accepted: rounds are faster than plain generate's steps here, and speculation has "
+                "no part in it."
+            )
         if not self.pays and self.interval[1] > 1:
             told += " It is not shown to be slow either: more prompts (--limit, --task) narrow the interval."
         return told
@@ -374,7 +381,8 @@ def save_costs_of(model: PreTrainedModel, method: Method, rows: Sequence[Row], p
     contexts = [max(each["prompt_tokens"]) + max(map(len, each["token_ids"])) / 2 for each in turns]
     low, high = np.quantile(contexts, (0.05, 0.95))
     try:
-        curve = measure_costs(model, config_of(method), WIDTHS[:12], contexts=spread_contexts(low, high))
+        with Console(stderr=True).status("Measuring what blocks and drafts cost ..."):
+            curve = measure_costs(model, config_of(method), WIDTHS[:12], contexts=spread_contexts(low, high))
         write_costs(path, model, curve.at(1, float((low + high) / 2)))
     except (SpecDecError, OSError) as error:
         return f"Costs were not saved to {path}. {error}"

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers.utils import logging
 from .config import FILE_ENDINGS, SpecDecConfig
 from .control import SCHEDULES
 from .drafters.base import known_strategies
-from .errors import SpecDecError
+from .errors import SpecDecError, no_directory
 from .mixin import enable
 from .stats import SpeculationStats
 from .verify import VERIFIERS
@@ -32,16 +33,32 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Speculative decoding for Hugging Face generate.",
 )
 
 PLAIN = "none"
 DEFAULT_STRATEGY = "auto"
 DEFAULT_VERIFIER = "exact"
+WITH_DRAFT_MODEL = ("auto", "draft_model")
 FLAGS = {"verifier_options": "--verifier-option"}
 """Of fields of `SpecDecConfig` whose option has another name."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ACCEPTED_STYLE = "bold green"
+
+
+def tell_version(asked: bool) -> None:
+    """Print the version and end."""
+    if asked:
+        print(version("hf_specdec"))
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    told: Annotated[
+        bool, typer.Option("--version", callback=tell_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Speculative decoding for Hugging Face generate."""
 
 
 def stdout() -> Console:
@@ -145,8 +162,9 @@ def build_config(
                 raise SpecDecError(f"{flag} and the file {name!r} would both say it; write it into the file.")
         return None if name == PLAIN else SpecDecConfig.from_file(name)
     if draft_model is not None:
-        if name != "draft_model":
-            raise SpecDecError(f"--draft-model goes with --strategy draft_model, not with {name!r}.")
+        if name not in WITH_DRAFT_MODEL:
+            able = " or ".join(WITH_DRAFT_MODEL)
+            raise SpecDecError(f"--draft-model goes with --strategy {able}, not with {name!r}.")
         options = {**options, "model": draft_model}
     if name in (known := known_strategies()):
         for field in dataclasses.fields(known[name]):
@@ -168,7 +186,7 @@ def load(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, Pr
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
         model.to(device).eval()
     except (OSError, ValueError, RuntimeError, AssertionError) as error:  # transformers and torch raise all of these
-        raise SpecDecError(f"{name} cannot be loaded onto {device!r}: {error}") from error
+        raise SpecDecError(no_directory(name) or f"{name} cannot be loaded onto {device!r}: {error}") from error
     return enable(model), tokenizer
 
 
@@ -248,7 +266,7 @@ def generate(
     model: Annotated[str, typer.Option(help="Target model: a name on the hub or a directory.")],
     prompt: Annotated[str, typer.Option(help="The prompt; '-' reads it from standard input.")],
     strategy: Strategy = None,
-    draft_model: Annotated[str | None, typer.Option(help="Draft model of strategy draft_model.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Draft model of strategy draft_model, or of auto.")] = None,
     option: Options = None,
     verifier: VerifierName = None,
     verifier_option: VerifierOptions = None,

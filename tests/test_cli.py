@@ -14,6 +14,7 @@ from text_models import LAYERS, PROMPT, make_tokenizer, save_models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+import hf_specdec
 from hf_specdec import SpecDecConfig, SpecDecError, demo, demo_model
 from hf_specdec.cli import ColourStreamer, app, build_config, parse_options
 from hf_specdec.demo_prompts import PROMPTS
@@ -110,6 +111,17 @@ def test_the_options_of_size_bound_the_drafts(run: Run, saved: Path) -> None:
     assert per_forward[0] > 2 >= per_forward[1]
 
 
+def test_a_draft_model_serves_auto(run: Run, saved: Path) -> None:
+    result = run("--strategy", "auto", "--draft-model", saved / "draft")
+    assert result.exit_code == 0, result.output
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.strip() == hf_specdec.__version__
+
+
 def test_a_draft_model_implies_its_strategy(run: Run, saved: Path) -> None:
     result = run("--draft-model", saved / "draft", "--max-draft-tokens", 3)
     assert text_of(result) == text_of(run("--strategy", "none"))
@@ -184,7 +196,9 @@ def test_chat_template_is_the_default_where_there_is_one(run: Run, saved: Path) 
         (["--verifier-option", "threshold=1"], ["'exact' has no settings"]),
         (["--verifier", "threshold", "--verifier-option", "0.5"], ["--verifier-option '0.5'", "NAME=VALUE"]),
         (["--strategy", "draft_model"], ["--draft-model NAME"]),
-        (["--strategy", "suffix", "--draft-model", "x"], ["--draft-model", "'suffix'"]),
+        (["--strategy", "suffix", "--draft-model", "x"], ["--draft-model", "'suffix'", "auto or draft_model"]),
+        (["--prompt", "", "--no-chat"], ["no tokens"]),
+        (["--strategy", "auto", "--draft-model", "./nowhere"], ["There is no directory './nowhere'"]),
         (["--strategy", "prompt_lookup", "-o", "max_ngam=3"], ["'max_ngam'", "Did you mean 'max_ngram'?"]),
         (["-o", "max_ngram"], ["NAME=VALUE"]),
         (["--dtype", "float8"], ["'float8'", "bfloat16"]),
@@ -200,8 +214,8 @@ def test_a_refused_request_is_one_line_and_status_2(run: Run, arguments: list[st
 
 
 def test_a_model_that_cannot_be_read_is_one_line_and_status_2(run: Run, tmp_path: Path) -> None:
-    for unreadable in (tmp_path, tmp_path / "absent"):
-        assert_refused(run(model=unreadable), str(unreadable), "cannot be loaded")
+    for unreadable, told in ((tmp_path, "cannot be loaded"), (tmp_path / "absent", "There is no directory")):
+        assert_refused(run(model=unreadable), str(unreadable), told)
     assert_refused(run("--device", "abacus"), "'abacus'")
 
 

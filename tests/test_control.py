@@ -320,6 +320,21 @@ def test_small_blocks_that_are_dear_do_not_make_large_ones_unthinkable():
     assert again.block(3) == pytest.approx(2.1, rel=0.05)
 
 
+@pytest.mark.parametrize("seconds", [5e-324, 1e-300, 1e300, 1e308])
+def test_times_that_no_machine_needs_are_refused(seconds):
+    known = CostModel.measured({1: 0.01, 2: 0.011}, 0.001, 0.0005).to_dict()
+    for part in ({"blocks": {"1": [seconds] * 15}}, {"draft_steps": [1e300]}):
+        with pytest.raises(SpecDecError, match="no costs"):
+            CostModel.from_dict({**known, **part})
+
+
+def test_a_file_of_costs_without_names_is_refused(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text('{"format": "hf_specdec costs 1", "costs": [[5, 0.5]]}')
+    with pytest.raises(SpecDecError, match="cannot be read as a file of costs"):
+        load_costs(path, "this machine")
+
+
 def test_costs_survive_a_file(tmp_path):
     costs = CostModel.measured({1: 1.0, 2: 1.5, 8: 2.0}, 0.1, 0.01)
     for tokens, seconds in ((1, 1.0), (2, 1.5), (8, 2.0)):

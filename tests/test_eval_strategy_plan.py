@@ -4,6 +4,7 @@ Real calls of tiny models, whose seconds are replaced by given ones where someth
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,9 @@ def test_the_fastest_on_the_first_prompts_is_measured_on_the_others(folder, cloc
     assert planned.chosen.speedup == pytest.approx(plain / own) and planned.chosen.speedup < 1.7
     low, high = planned.interval
     assert 1 < low < planned.chosen.speedup < high and planned.pays
+    for tokens, told in ((1.5, False), (1.01, True)):
+        other = replace(planned, chosen=replace(planned.chosen, tokens_per_round=tokens))
+        assert ("Hardly a draft was accepted" in other.basis) is told
     text = console.export_text()
     shape = "up to 15 draft tokens in a tree, 4 wide and 15 deep at most, as many as pay in each round"
     assert f"Use suffix ({shape}): {planned.chosen.speedup:.2f}x" in text

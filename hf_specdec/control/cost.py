@@ -40,6 +40,8 @@ LINE_WEIGHT = 1.0
 """Times of a size that the line counts for."""
 DRAFT_STEP = 0.15
 """Cost of a draft model's forward before anything is observed, as a share of a block of one."""
+SHORTEST, LONGEST = 1e-9, 1e9
+"""Seconds of a round that a machine may need."""
 _FILE_FORMAT = "hf_specdec costs 1"
 
 _lock = threading.Lock()
@@ -186,12 +188,12 @@ class CostModel:
             model = cls()
             for size, own in values["blocks"].items():
                 for seconds in own:
-                    if not (int(size) > 0 and 0 < float(seconds) < math.inf):
+                    if not (int(size) > 0 and SHORTEST <= float(seconds) <= LONGEST):
                         raise ValueError(f"{seconds!r} seconds for {size!r} tokens")
                     model.observe_block(int(size), float(seconds))
             rest = [*map(float, values["draft_steps"]), *map(float, values["lookups"])]
-            if not all(0 <= each < math.inf for each in rest):
-                raise ValueError("seconds that are not finite, or below 0")
+            if not all(0 <= each <= LONGEST for each in rest):
+                raise ValueError(f"seconds below 0, or above {LONGEST:g}")
             model._steps.extend(map(float, values["draft_steps"]))
             model._lookups.extend(map(float, values["lookups"]))
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -282,7 +284,9 @@ def read_costs(path: str | os.PathLike[str]) -> dict[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         if content["format"] != _FILE_FORMAT:
             raise ValueError(f"its format is {content['format']!r}")
-        return dict(content["costs"])
+        if not isinstance(content["costs"], dict):
+            raise ValueError("its costs have no names")
+        return content["costs"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SpecDecError(
             f"{os.fspath(path)!r} cannot be read as a file of costs ({error}); make one with "
