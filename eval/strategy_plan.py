@@ -168,8 +168,8 @@ class StrategyPlan:
         told = f"Measured on {self.held_out} other prompts, with a 95 % interval; {same}."
         if self.pays and self.chosen.tokens_per_round < HARDLY_DRAFTED:
             told += (
-                " Hardly a draft was accepted: rounds are faster than plain generate's steps here, and speculation has "
-                "no part in it."
+                " Hardly a draft was accepted: rounds are faster than plain generate's steps here, and speculation "
+                "has no part in it."
             )
         if not self.pays and self.interval[1] > 1:
             told += " It is not shown to be slow either: more prompts (--limit, --task) narrow the interval."
