@@ -23,8 +23,8 @@ from .cli import encode, load, stderr, stdout
 from .demo_model import MODEL_NAME, smollm2_directory
 from .demo_prompts import PROMPTS
 
-FEWEST_PROMPTS = 4
-"""With fewer, the figures are those of a few seconds of one machine."""
+FEWEST_PROMPTS = 9
+"""With fewer, the machine was busy or is slow, and a prompt's figures are those of a few seconds."""
 TABLE_STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "title_justify": "left"}
 STOCK_LOOKUP_TOKENS = 10
 
