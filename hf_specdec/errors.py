@@ -5,8 +5,8 @@ options that do not fit.
 """
 
 import difflib
+import os.path
 from collections.abc import Iterable
-from pathlib import Path
 
 
 class SpecDecError(ValueError):
@@ -24,7 +24,7 @@ class UnsupportedModelError(SpecDecError):
 def no_directory(name: object) -> str | None:
     """What to say of a model whose name is the path of nothing; None for other names."""
     path = str(name)
-    if path.startswith(("/", ".", "~")) and not Path(path).exists():
+    if path.startswith(("/", ".", "~")) and not os.path.exists(path):
         return f"There is no directory {path!r}; give the directory of a model, or a name on the hub."
     return None
 

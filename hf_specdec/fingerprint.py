@@ -31,7 +31,8 @@ def changes_when_called(processor: Any, input_ids: torch.Tensor, vocab_size: int
     first = input_ids if input_ids.shape[1] else input_ids.new_zeros(input_ids.shape[0], 1)
     longer = torch.cat([first, first[:, -1:]], dim=1)
     generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(2, first.shape[0], vocab_size, generator=generator, dtype=torch.float32).to(first.device)
+    shape = 2, first.shape[0], vocab_size
+    scores = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(first.device)
     trials = [(first, scores[0]), (longer, scores[0]), (first, scores[0])]
     for kept in (0, -1):
         prefix, others = (first + 1) % vocab_size, scores[1].clone()

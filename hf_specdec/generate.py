@@ -76,7 +76,8 @@ def run(
     check_model(model, model_kwargs.get(CACHE_NAME))
     check_combination(config)
     check_cache_argument(input_ids, generation_config, model_kwargs)
-    if not input_ids.shape[1] and model_kwargs.get("inputs_embeds") is None:
+    embeds = model_kwargs.get("inputs_embeds")
+    if not input_ids.shape[1] and (embeds is None or not embeds.shape[1]):
         raise SpecDecError("The prompt has no tokens, so there is nothing to go on with; give at least one.")
     with ExitStack() as stack:
         stack.enter_context(calling())

@@ -4,7 +4,7 @@ Tokens of a row count from column 0, left padding stripped. Invariant: slot i of
 K/V of token i of that row, for `i < length(b) - 1`; the last committed token, the root, is not in the cache yet.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,8 +76,28 @@ class RowTokens(Sequence[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(self._ids)
 
+    def __contains__(self, token: object) -> bool:
+        return token in self._ids
+
+    def __reversed__(self) -> Iterator[int]:
+        return reversed(self._ids)
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self._ids == list(other)
+        return self._ids == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __add__(self, other: Iterable[int]) -> list[int]:
+        return [*self._ids, *other]
+
+    def __radd__(self, other: Iterable[int]) -> list[int]:
+        return [*other, *self._ids]
+
+    def index(self, token: int, *limits: int) -> int:
+        """Its first place, as in a list."""
+        return self._ids.index(token, *limits)
+
+    def count(self, token: int) -> int:
+        """How often it is there, as in a list."""
+        return self._ids.count(token)
 
     def __repr__(self) -> str:
         return repr(self._ids)

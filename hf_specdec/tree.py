@@ -110,7 +110,7 @@ class DraftTree:
     @classmethod
     def from_host(cls, rows: Sequence[HostRow], device: torch.device | str = "cpu") -> "DraftTree":
         """The tree of these rows of looked-up tokens, all of the same size."""
-        tokens, parents = (torch.tensor([row[part] for row in rows]) for part in (0, 1))
+        tokens, parents = (torch.tensor([row[part] for row in rows], device="cpu") for part in (0, 1))
         values = [list(row.values) for row in rows if row.values is not None]
         own = list(map(HostRow, tokens.tolist(), parents.tolist(), *([values] if values else [])))
         tree = cls(

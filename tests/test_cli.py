@@ -198,6 +198,7 @@ def test_chat_template_is_the_default_where_there_is_one(run: Run, saved: Path) 
         (["--strategy", "draft_model"], ["--draft-model NAME"]),
         (["--strategy", "suffix", "--draft-model", "x"], ["--draft-model", "'suffix'", "auto or draft_model"]),
         (["--prompt", "", "--no-chat"], ["no tokens"]),
+        (["--draft-model", "/" + "a" * 300], ["There is no directory"]),
         (["--strategy", "auto", "--draft-model", "./nowhere"], ["There is no directory './nowhere'"]),
         (["--strategy", "prompt_lookup", "-o", "max_ngam=3"], ["'max_ngam'", "Did you mean 'max_ngram'?"]),
         (["-o", "max_ngram"], ["NAME=VALUE"]),

@@ -1,4 +1,4 @@
-"""torch's default dtype is the user's: what is computed here does not depend on it."""
+"""torch's default dtype and device are the user's: what is computed here does not depend on them."""
 
 import pytest
 import torch
@@ -33,6 +33,19 @@ def test_the_text_is_plain_generates(default_dtype, strategy, schedule):
         torch.manual_seed(seed)
         got = spec_model().generate(**call, assistant_strategy=SpecDecConfig(strategy=strategy, schedule=schedule))
         assert torch.equal(got, plain)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda each: each if isinstance(each, str) else each.name)
+@pytest.mark.parametrize("sample", [False, True])
+def test_the_default_device_is_not_asked(strategy, sample):
+    """As where a model stays on the CPU after `torch.set_default_device("cuda")`."""
+    call = {**prompt(3), "do_sample": sample, "max_new_tokens": 16, "repetition_penalty": 1.2}
+    torch.manual_seed(0)
+    plain = plain_model().generate(**call)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        got = spec_model().generate(**call, assistant_strategy=SpecDecConfig(strategy=strategy))
+    assert torch.equal(got, plain)
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "typical", "threshold"])

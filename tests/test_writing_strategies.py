@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from cases import plain_model, spec_model
@@ -203,6 +204,12 @@ def test_what_is_read_of_the_text_is_the_readers():
             copies = [view.tokens(0)[:], list(view.tokens(0)), view.roots(), view.lengths()]
             assert copies[0] == copies[1] == view.tokens(0) and view.tokens(0)[-1] == view.root(0)
             assert torch.equal(torch.tensor(view.tokens(0)), torch.tensor(copies[0]))
+            text, ids = view.tokens(0), copies[0]
+            assert text + [5] == [*ids, 5] and [5] + text == [5, *ids] and text[1:3] == ids[1:3]
+            assert (
+                ids[3] in text and text.index(ids[3]) == ids.index(ids[3]) and text.count(ids[3]) == ids.count(ids[3])
+            )
+            assert list(reversed(text)) == ids[::-1] and bool((numpy.array(ids) == text).all())
             assert not hasattr(view, "emitted") and not hasattr(view, "commit")
             for each in copies:
                 each.clear()
@@ -231,6 +238,15 @@ def test_an_error_of_a_strategy_comes_out_and_leaves_the_callers_cache(hook, sch
     with pytest.raises(Interrupt):
         spec_model().generate(**call, **{CACHE_NAME: cache}, assistant_strategy=config)
     still_holds_the_prompt(cache, before, call["attention_mask"])
+
+
+def test_a_member_that_fails_as_it_ends_keeps_no_other_from_ending():
+    ended = []
+    failing = By(type("Failing", (Hooked,), {"hook": "", "finish": interrupted}))
+    other = By(type("Other", (Hooked,), {"hook": "", "finish": lambda self: ended.append(1)}))
+    with pytest.raises(Interrupt):
+        spec_model().generate(**prompt(1), max_new_tokens=4, assistant_strategy=Merge([failing, other]))
+    assert ended
 
 
 def test_a_streamer_that_fails_at_the_end_leaves_the_cache_as_plain_generate_does():

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -264,8 +265,9 @@ class CombinedDrafter(Drafter):
 
     def finish(self) -> None:
         """The call has ended for all members."""
-        for each in self._members:
-            each.finish()
+        with ExitStack() as stack:  # for each, also where another raises
+            for each in reversed(self._members):
+                stack.callback(each.finish)
 
 
 def _drafts_untaught(member: Drafter) -> bool:

@@ -168,10 +168,10 @@ class ModelDrafter(Drafter):
         if not any(self._fits(view, row, 1) for row in range(view.rows)):
             return
         length = max(self._cached)
-        ids = torch.zeros(view.rows, length, dtype=torch.long)
-        mask = torch.zeros(view.rows, length, dtype=torch.long)
+        ids = torch.zeros(view.rows, length, dtype=torch.long, device="cpu")
+        mask = torch.zeros(view.rows, length, dtype=torch.long, device="cpu")
         for row, count in enumerate(self._cached):
-            ids[row, length - count :] = torch.tensor(view.tokens(row)[:-1])
+            ids[row, length - count :] = torch.tensor(view.tokens(row)[:-1], device="cpu")
             mask[row, length - count :] = 1
         ids, mask = ids.clamp_(max=self._readable - 1).to(self._device), mask.to(self._device)
         positions = (mask.cumsum(1) - 1).clamp(min=0, max=None if self._window is None else self._window - 1)

@@ -184,7 +184,7 @@ class JacobiWindow:
         self.proposed = 0
 
     def _draw(self) -> int:
-        return int(torch.randint(len(self._text), (), generator=self._generator))
+        return int(torch.randint(len(self._text), (), generator=self._generator, device="cpu"))
 
     def path(self, column: int) -> list[int]:
         """Tokens below the root down to the last level of a column."""
