@@ -186,7 +186,7 @@ def load(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, Pr
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
         model.to(device).eval()
     except (OSError, ValueError, RuntimeError, AssertionError) as error:  # transformers and torch raise all of these
-        raise SpecDecError(no_directory(name) or f"{name} cannot be loaded onto {device!r}: {error}") from error
+        raise SpecDecError(f"{name} cannot be loaded onto {device!r}: {no_directory(name) or error}") from error
     return enable(model), tokenizer
 
 

@@ -22,10 +22,10 @@ class UnsupportedModelError(SpecDecError):
 
 
 def no_directory(name: object) -> str | None:
-    """What to say of a model whose name is the path of nothing; None for other names."""
+    """That a model's name is the path of nothing; None for other names."""
     path = str(name)
     if path.startswith(("/", ".", "~")) and not os.path.exists(path):
-        return f"There is no directory {path!r}; give the directory of a model, or a name on the hub."
+        return f"There is no directory {path!r}."
     return None
 
 

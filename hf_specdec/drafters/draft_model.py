@@ -80,11 +80,10 @@ class DraftModel(DraftStrategy):
             try:
                 draft = AutoModelForCausalLM.from_pretrained(self.model, dtype=like.dtype)
             except Exception as error:  # a damaged file: whatever the readers of weights and configurations raise
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                raised = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 raise SpecDecError(
-                    no_directory(self.model)
-                    or f"The draft model {self.model!r} cannot be loaded; give a name on the hub, a directory, or the "
-                    f"model itself. {reason}"
+                    f"The draft model {self.model!r} cannot be loaded; give a name on the hub, a directory, or the "
+                    f"model itself. {no_directory(self.model) or raised}"
                 ) from error
             _LOADED[key] = draft.to(like.device).eval()
         return _LOADED[key]
