@@ -248,10 +248,12 @@ class CombinedDrafter(Drafter):
 
     def learn(self, view: DecodeView, tree: DraftTree, tokens: torch.Tensor, probs: torch.Tensor) -> None:
         """Each member gets as many tokens as it wants, and a lesson of its own, which it may write to."""
-        for each in self._members:
-            if each.top_tokens:
-                own = (part[..., : each.top_tokens].clone() for part in (tokens, probs))
-                each.learn(view, tree.copy_to(tree.tokens.device), *own)
+        learners = [each for each in self._members if each.top_tokens]
+        for each in learners:
+            lesson = tree, tokens[..., : each.top_tokens], probs[..., : each.top_tokens]
+            if len(learners) > 1:
+                lesson = tree.copy_to(tree.tokens.device), lesson[1].clone(), lesson[2].clone()
+            each.learn(view, *lesson)
 
     def observe(self, view: DecodeView, emitted: Sequence[Sequence[int]]) -> None:
         """All members see what was emitted."""

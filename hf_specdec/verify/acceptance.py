@@ -162,9 +162,8 @@ def _chunks_of(scores: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
     """The scores of some chunks, `-inf` beyond the end: shape `(..., k * CHUNK)` for chunks of shape `(..., k)`."""
     size = scores.shape[-1]
     if size % CHUNK == 0:  # whole chunks are copied faster than single scores are gathered
-        rows = torch.arange(0, scores.numel() // CHUNK, size // CHUNK, device=chunks.device).view(
-            *scores.shape[:-1], 1
-        )
+        rows = torch.arange(0, scores.numel() // CHUNK, size // CHUNK, device=chunks.device)
+        rows = rows.view(*scores.shape[:-1], 1)
         return scores.reshape(-1, CHUNK).index_select(0, (rows + chunks).flatten()).view(*chunks.shape[:-1], -1)
     places = (chunks.unsqueeze(-1) * CHUNK + torch.arange(CHUNK, device=chunks.device)).flatten(-2)
     return scores.gather(-1, places.clamp(max=size - 1)).masked_fill_(places >= size, -torch.inf)
