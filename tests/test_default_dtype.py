@@ -21,9 +21,10 @@ def default_dtype(request):
 
 
 STRATEGIES = ["suffix", "prompt_lookup", "lookahead", "recycling", "free", "auto", LayerSkip(1), DraftModel(DRAFT)]
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda each: getattr(each, "name", each))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda each: each if isinstance(each, str) else each.name)
+@each_strategy
 @pytest.mark.parametrize("schedule", ["constant", "adaptive"])
 def test_the_text_is_plain_generates(default_dtype, strategy, schedule):
     for seed in range(12):
@@ -35,7 +36,7 @@ def test_the_text_is_plain_generates(default_dtype, strategy, schedule):
         assert torch.equal(got, plain)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda each: each if isinstance(each, str) else each.name)
+@each_strategy
 @pytest.mark.parametrize("sample", [False, True])
 def test_the_default_device_is_not_asked(strategy, sample):
     """As where a model stays on the CPU after `torch.set_default_device("cuda")`."""

@@ -115,7 +115,7 @@ class Hooked(Drafter):
 
     top_tokens = 2
     view: Any = None
-    hook: str
+    hook = ""
     write: Any
 
     def _at(self, hook, view):
@@ -198,17 +198,14 @@ def test_what_is_read_of_the_text_is_the_readers():
     model, call = spec_model(), {**prompt(2), "do_sample": False, "max_new_tokens": 24}
 
     class Reading(Hooked):
-        hook = ""
-
         def observe(self, view, emitted):
             copies = [view.tokens(0)[:], list(view.tokens(0)), view.roots(), view.lengths()]
             assert copies[0] == copies[1] == view.tokens(0) and view.tokens(0)[-1] == view.root(0)
             assert torch.equal(torch.tensor(view.tokens(0)), torch.tensor(copies[0]))
             text, ids = view.tokens(0), copies[0]
             assert text + [5] == [*ids, 5] and [5] + text == [5, *ids] and text[1:3] == ids[1:3]
-            assert (
-                ids[3] in text and text.index(ids[3]) == ids.index(ids[3]) and text.count(ids[3]) == ids.count(ids[3])
-            )
+            assert ids[3] in text and text.index(ids[3]) == ids.index(ids[3])
+            assert text.count(ids[3]) == ids.count(ids[3])
             assert list(reversed(text)) == ids[::-1] and bool((numpy.array(ids) == text).all())
             assert not hasattr(view, "emitted") and not hasattr(view, "commit")
             for each in copies:
@@ -233,7 +230,7 @@ def test_an_error_of_a_strategy_comes_out_and_leaves_the_callers_cache(hook, sch
     cache, before = prompt_cache(call)
     strategy = hooked(hook, interrupted)
     if hook == "finish":  # when no row is left
-        strategy = By(type("Finishing", (Hooked,), {"hook": "", "finish": interrupted}))
+        strategy = By(type("Finishing", (Hooked,), {"finish": interrupted}))
     config = SpecDecConfig(strategy=strategy, schedule=schedule)
     with pytest.raises(Interrupt):
         spec_model().generate(**call, **{CACHE_NAME: cache}, assistant_strategy=config)
@@ -242,8 +239,8 @@ def test_an_error_of_a_strategy_comes_out_and_leaves_the_callers_cache(hook, sch
 
 def test_a_member_that_fails_as_it_ends_keeps_no_other_from_ending():
     ended = []
-    failing = By(type("Failing", (Hooked,), {"hook": "", "finish": interrupted}))
-    other = By(type("Other", (Hooked,), {"hook": "", "finish": lambda self: ended.append(1)}))
+    failing = By(type("Failing", (Hooked,), {"finish": interrupted}))
+    other = By(type("Other", (Hooked,), {"finish": lambda self: ended.append(1)}))
     with pytest.raises(Interrupt):
         spec_model().generate(**prompt(1), max_new_tokens=4, assistant_strategy=Merge([failing, other]))
     assert ended
@@ -270,8 +267,6 @@ def test_a_streamer_that_fails_at_the_end_leaves_the_cache_as_plain_generate_doe
 @pytest.mark.parametrize("sample", [False, True])
 def test_a_strategy_that_draws_as_it_ends_leaves_the_generator(sample):
     class Drawing(Hooked):
-        hook = ""
-
         def finish(self):
             torch.rand(7)
 
@@ -305,8 +300,6 @@ def test_a_candidate_generator_has_ids_of_its_own():
 
 class Learnt(Hooked):
     """Is sure of its drafts, some of which are right."""
-
-    hook = ""
 
     def propose(self, view, plan):
         tree = DraftTree.from_chains(view.roots(), [[3, 4]] * view.rows)
@@ -378,13 +371,10 @@ def test_a_tree_that_is_written_to_while_it_is_looked_at_is_verified_as_it_was(s
     """As by another thread of the strategy."""
     trees, looks = [], loop.is_fit
 
-    class Lending(Scribbling):
+    class Lending(Quiet):
         def propose(self, view, plan):
             trees.append(super().propose(view, plan))
             return trees[-1]
-
-        def learn(self, view, tree, tokens, probs):
-            pass
 
     def looked_at(tree, limits):
         fit = looks(tree, limits)
